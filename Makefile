@@ -42,14 +42,14 @@ test-fast: lint
 	$(MAKE) --jobs 2 types quick-tests
 
 quick-tests: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not full and not by_command'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q --processes 2 -m 'not slow and not full and not by_command'
 
 # Everything that needs no service.
 test: lint
 	$(MAKE) --jobs 2 types tests
 
 tests: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=12 -m 'not full and not by_command'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q --processes $(PROCESSES) --durations=12 -m 'not full and not by_command'
 
 # The same, and the lines that no test reached.
 coverage: setup
@@ -57,7 +57,7 @@ coverage: setup
 
 # With real vLLM, harness programs, Docker and PostgreSQL; scripts/with_services.sh installs, starts and stops them.
 test-full: setup
-	scripts/with_services.sh $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m 'full and not by_command'
+	scripts/with_services.sh $(BIN)/pytest -q --processes 2 --durations=25 -m 'full and not by_command'
 
 # OpenHands, aider, terminus-2 and Mistral Vibe: installing takes 4 to 10 minutes, and three of them need Python 3.12.
 test-harnesses: setup

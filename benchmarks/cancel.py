@@ -60,7 +60,7 @@ class CancelCase:
     stage: str
     by: str = "http"
     answered: list[float] = field(default_factory=list)
-    """Seconds until `cancel` returned."""
+    """Seconds until the call of `cancel` returned, one for each repetition."""
     final: list[float] = field(default_factory=list)
     nothing_left: list[float] = field(default_factory=list)
 
@@ -84,7 +84,7 @@ class SandboxWatcher:
         return pool.waiting
 
     async def remains(self, rows: list[RolloutRow]) -> list[str]:
-        """Describe the remains other than the warm pool, or the rollouts that have not ended."""
+        """Describe what is left besides the warm pool; `["rollouts"]` while a rollout has not ended."""
         if not all(row.final for row in rows):
             return ["rollouts"]
         waiting = await self.pooled()
@@ -101,7 +101,8 @@ class SandboxWatcher:
             yield f"process {pid} of {ident}"
 
     def containers(self) -> list[str]:
-        """Return containers of this service, if there are more than registered sandboxes."""
+        """Return the containers of this service if it has more of them than registered sandboxes, else an empty
+        list."""
         assert self._service.process is not None
         lines = containers_of(self._service.process.pid)
         return lines if len(lines) > len(self.records()) else []
@@ -176,7 +177,7 @@ class CancelBenchmark:
             await asyncio.sleep(0.7)  # the agent's Python starts, and calls the model
 
     async def watch(self, job_id: str, started: float) -> tuple[float, float]:
-        """Return the seconds until all rollouts are final, and until nothing is left."""
+        """Return the seconds from `started` until all rollouts are final, and until nothing of them is left."""
         final: float | None = None
         while True:
             rows = await self.store.rollouts.find(job_id=job_id)

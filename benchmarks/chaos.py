@@ -66,10 +66,10 @@ class Kill:
     moment: float
     """Seconds after the job was queued."""
     down: float
-    """Seconds until it was started again."""
+    """Seconds from the kill until the target was started again."""
     job_id: str
     in_flight: dict[str, int]
-    """Rollouts of the job by status when it was killed."""
+    """Number of the job's rollouts by status at the kill."""
     final_after: float | None = None
     """Seconds from the restart to the last final status; None: not within the limit."""
     unfinished: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ class KillTest:
         arguments: argparse.Namespace,
         report: Callable[[str], None],
     ) -> None:
-        """`rounds`: the numbers of the rounds, which all deployments take in turn as they get ready."""
+        """`rounds`: the numbers of all rounds. Every deployment takes the next one from it when it is ready."""
         self.folder, self.names, self.arguments, self.report = folder, targets, arguments, report
         self.db_kind, self.rounds = db, rounds
         self.random = random.Random(f"{arguments.seed} {targets}")
@@ -194,7 +194,8 @@ class KillTest:
         self.report(f"round {number + 1}: {name} killed after {moment:.1f} s with {kill.in_flight}: {after}")
 
     async def until_final(self, job_id: str, seconds: float) -> list[str]:
-        """Wait until every rollout of the job is final and its group settled; describe the others."""
+        """Wait until every rollout of the job is final and its group is settled. Return descriptions of the rollouts
+        that are not final after `seconds`; an empty list if all are."""
         deadline = time.monotonic() + seconds
         while True:
             if (await self.job(job_id)).status in ("done", "cancelled"):

@@ -61,7 +61,7 @@ async def _nothing_stored(call_id: str) -> None:
 
 
 def summary(turns: list[TurnResult]) -> str:
-    """Return results in a few words: `ok` for right turns, else the reason with its count."""
+    """Return the turns' results as text: `ok` for right turns, the reason for others, each with its count."""
     counts = Counter("ok" if turn.result == "right" else turn.reason or turn.result for turn in turns)
     wrong = any(turn.result == "wrong" for turn in turns)
     shown = ", ".join(name if count == len(turns) else f"{count} {name}" for name, count in counts.items())

@@ -47,21 +47,21 @@ from polar_proxy.types import Json  # noqa: E402
 GROUP = 8
 RAMP_SECONDS = 300.0
 REAL_STORE_UP_TO = 100
-"""Agents; with more of them the database in one thread would dominate the run time."""
+"""Maximum number of agents for which the real database is used: with more, its thread would dominate the run time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     warm: bool = False
-    """With the warm pool."""
+    """Whether there is a pool of warm sandboxes."""
     together: bool = True
-    """The rollouts of a group start together; otherwise those of a task are scattered over the whole run."""
+    """Whether the rollouts of a group start together; if not, a task's rollouts are scattered over the whole run."""
     extra: int = 0
-    """Rollouts per group beyond the eight that decide it (`first_n`)."""
+    """Number of rollouts per group beyond the eight that decide it (`first_n`)."""
     admission: bool = True
-    """With admission by engine load."""
+    """Whether the load of the engines limits admission."""
     keep: bool = False
-    """Surplus rollouts are kept for the next group of their task instead of cancelled."""
+    """Whether overflow is kept for the next group of its task instead of cancelled."""
     agents_per_engine: int = 24
 
 
@@ -83,7 +83,7 @@ class Case:
     groups: int
     seed: int
     store: str
-    """sqlite, or thin."""
+    """sqlite (the real store), or thin (the in-memory queue)."""
     setting: Setting
 
 
@@ -201,10 +201,10 @@ class _Loads:
 
 
 class _Watch:
-    """Samples the state every few virtual seconds.
+    """Samples the fleet's state every few virtual seconds.
 
-    The steady part begins when all agents first run, after `RAMP_SECONDS` at the latest, and ends when no rollout is
-    left to start.
+    The steady part of a run begins when all agents run for the first time, or after `RAMP_SECONDS` if that is earlier.
+    It ends when no rollout is left to start.
     """
 
     def __init__(self, fleet: Fleet, agents: int) -> None:

@@ -1,14 +1,16 @@
-"""Random requests to all routes of a real gateway, while an honest session goes on beside them.
+"""Random requests to all routes of a real gateway, beside an honest session whose answers and latency are checked.
 
     python benchmarks/fuzz.py                              # 100,000 requests
     python benchmarks/fuzz.py --requests 3000 --seed 5 --db postgresql
     python benchmarks/fuzz.py --seed 5 --only 1234         # one request again, and its answer
 
-A finding is an answer 5xx that is not a documented refusal (503 with a reason, or the engine's own failure), an answer
-that is not in the route's format, a wait of more than five seconds for an answer or for the next part of a chunked one
-(an export may take longer in all), a WebSocket that is closed without an answer, a traceback in the gateway's log,
-memory that keeps growing, or an honest session whose answers are wrong or whose p99 is 250 ms or more in any ten
-seconds. The exit code is 1 if there is one.
+The exit code is 1 if there is a finding. Findings are:
+
+* an answer 5xx, unless it is a documented refusal (503 with a reason, or the engine's own failure)
+* an answer that is not in the route's format; a WebSocket that is closed without an answer
+* a wait of more than five seconds for an answer, or for the next chunk of one (a whole export may take longer)
+* a traceback in the gateway's log; memory that keeps growing
+* a wrong answer to the honest session, or a p99 of 250 ms or more in any ten seconds of it
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ HANG_SECONDS = 5.0
 P99_SECONDS = 0.25
 WINDOW_SECONDS = 10.0
 LARGE = 1 << 20
-"""Bytes of an answer that takes long to check."""
+"""Size in bytes from which an answer takes long to check."""
 MEMORY_MB = 400
-"""The memory of the last requests may be larger by this than that after a fifth of them, or by half."""
+"""MB by which the gateway's memory may grow from a fifth of the requests to the end; it may also grow by half."""
 ENGINE_CODES = ("engine_error", "not_recorded", "unavailable")
 """Codes of documented refusals with status 5xx."""
 LOGGED_FAULTS = ("failed inside Polar", "Traceback")
-"""Words in the gateway's log that show a fault of its own."""
+"""Words in the gateway's log that show an error in the gateway."""
 
 
 @dataclass
@@ -69,16 +71,16 @@ class FuzzReport:
     by_route: dict[str, Counter[int]] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
     refused_5xx: int = 0
-    """Documented answers 5xx: of the engine, or 503 with a reason."""
+    """Number of documented answers 5xx: the engine's failure, or 503 with a reason."""
     longest_wait: float = 0.0
-    """Seconds that a client waited for the head of an answer, a chunk of it, or a whole WebSocket conversation."""
+    """Longest wait, in seconds, for the head of an answer, a chunk of it, or a whole WebSocket conversation."""
     memory_mb: list[float] = field(default_factory=list)
     honest: dict[str, float] = field(default_factory=dict)
     longest_stall: float = 0.0
-    """Seconds that the gateway's event loop stood still, without those in which other processes had the processors."""
+    """Longest stall of the gateway's event loop, in seconds, without the time in which it waited for a processor."""
 
     def count(self, name: str, status: int, seconds: float) -> str | None:
-        """Count an answer for which the client waited so long at a time, and return a problem if that was too long."""
+        """Count an answer. `seconds`: the client's longest wait for it. Return a problem if that was too long."""
         self.requests += 1
         self.statuses[status] += 1
         self.by_route.setdefault(name, Counter())[status] += 1
@@ -102,7 +104,7 @@ class FuzzReport:
 
 
 class Patience:
-    """Awaits what a client reads, and notes the longest wait in seconds. Raises TimeoutError after 30 seconds."""
+    """Limits and measures a client's reads: `longest` is the longest one in seconds. Raises TimeoutError after 30 s."""
 
     longest = 0.0
 
@@ -121,11 +123,11 @@ class FuzzConnection:
     def __init__(self, port: int) -> None:
         self.port = port
         self.patience = Patience()
-        """Of the current exchange."""
+        """Waits of the current exchange."""
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def exchange(self, case: FuzzCase) -> httpx.Response | None:
-        """Return the answer; None if the connection was closed without one, or the client lost its patience."""
+        """Return the answer; None if the connection was closed without one, or a read took too long."""
         stem, self.patience = UNKNOWN_STEM, Patience()
         for request in case.before:
             sent = request.replace(UNKNOWN_STEM.encode(), stem.encode())
@@ -164,7 +166,8 @@ class FuzzConnection:
 
 
 def _created_stem(answer: httpx.Response) -> str | None:
-    """Return the id of the response or conversation that a request created, without its prefix; None if it did not."""
+    """Return the id, without its prefix, of the response or conversation that a request created; None if it created
+    none."""
     if (call_id := answer.headers.get("x-polar-call-id")) is not None:
         return call_id.removeprefix("call_")
     found = re.match(rb'\{"id":"conv_(\w+)"', answer.content)
@@ -220,7 +223,8 @@ async def judge(case: FuzzCase, answer: httpx.Response | None, seconds: float, r
 
 
 def code_of(answer: httpx.Response) -> str | None:
-    """Return the machine-readable code of an error, or for dialects without one, its text if it is the engine's."""
+    """Return the machine-readable code of an error: its `code`, or its `type` in dialects without a code; None if the
+    answer is not an error object."""
     try:
         error = answer.json()["error"]
     except (ValueError, KeyError, TypeError):
@@ -267,7 +271,7 @@ async def fuzz(gateway: GatewayProcess, cases: CaseGenerator, requests: int, rep
 
 
 def judge_the_rest(honest: HonestSession, started: float, report: FuzzReport) -> None:
-    """Judge the honest session, window by window, and the memory."""
+    """Add findings about the honest session, window by window, and about the memory."""
     requests = honest.since(started)
     seconds = [seconds for _, seconds, _ in requests]
     report.honest = {name: round(quantile(seconds, q) * 1e3, 1) for name, q in (("p50_ms", 0.5), ("p99_ms", 0.99))}

@@ -2,7 +2,7 @@
 
     python benchmarks/intercept.py --calls 300 --json
 
-All ways use one gateway and take turns in every round, so that other load on the machine meets each of them alike;
+All ways use one gateway and take turns in every round, so that other load on the machine slows all of them alike;
 compare the ratios. Calls follow each other on one kept connection, as an agent's do; `new connection` includes the TLS
 handshake (and mitmproxy's certificate). The engine has no model and answers at once, so the times are the overhead.
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/joining.py --turns 200 --tokens 100000 --json
 
-`join_ms` is the time of the builder itself, including its validation, as at the end of a rollout.
+`join_ms` is the time of the builder alone, with its validation, as at the end of a rollout.
 """
 
 from __future__ import annotations

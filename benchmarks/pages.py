@@ -63,7 +63,7 @@ def processor_seconds(process: int) -> float:
 
 
 async def stay_open(client: httpx.AsyncClient, latencies: list[float]) -> None:
-    """Behave like an open overview until cancelled, and record the seconds of each of its requests."""
+    """Send the requests of an open overview page until cancelled, and append the seconds of each to `latencies`."""
     changed = asyncio.Event()
 
     async def get(path: str) -> float:

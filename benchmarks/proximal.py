@@ -1,11 +1,11 @@
-"""Cost and effect of the proximal policy's forms on a step with stale tokens.
+"""Cost and error of the four ways to obtain the proximal policy (setting `proximal`), on a step with stale tokens.
 
     python benchmarks/proximal.py --json
 
-The initial weights sample a made-up group; the trainer makes `--stale` steps on it, so that every token is so many
-versions old in the last one. `step_seconds` is the wall time of that step, `recompute_seconds` the part that older
-weights cost, and `error` the mean |log pi_prox - log pi_sampler| in nats, where pi_sampler is the trainer's own model
-with the weights that sampled.
+The initial weights sample a generated group. The trainer takes `--stale` steps on it, so that in the last step every
+token is that many policy versions old. `step_seconds` is the wall time of that step, `recompute_seconds` its part for
+forward passes with older weights, and `error` the mean |log pi_prox - log pi_sampler| in nats, where pi_sampler is the
+trainer's own model with the weights that sampled.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def main() -> None:
 
 
 def stale_batch(arguments: argparse.Namespace) -> tuple[TrainingBatch, list[np.ndarray[Any, Any]]]:
-    """Return a batch whose recorded log-probabilities are those of the initial weights and noise, and those without."""
+    """Return a batch whose recorded log-probabilities are those of the initial weights plus noise, and the
+    log-probabilities without noise, one array for each sequence."""
     random = np.random.default_rng(0)
     learner = Learner(load_model(POLAR_TINY), make_config({}))
     prompt = random.integers(0, learner.vocab_size, arguments.prompt)

@@ -123,7 +123,7 @@ def is_measured(stack: RunningStack, cell: TrafficCase) -> bool:
 
 
 def cores() -> tuple[int | None, int | None]:
-    """Return the cores (for the proxies, for load generator and engine); None if there is only one."""
+    """Return two cores: for the proxies, and for load generator and engine. Both are None if only one is available."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return (allowed[0], allowed[1]) if len(allowed) > 1 else (None, None)
 
@@ -223,7 +223,7 @@ def cell_of(row: dict[str, Any]) -> TrafficCase:
 
 
 def added(rows: list[dict[str, Any]], field: str) -> dict[str, dict[str, float]]:
-    """Return the time that each proxy adds, compared with the same clients without a proxy."""
+    """Return the added time by stack and case: `field` of the stack minus that of the same clients without a proxy."""
     base = {cell_of(row): row[field] for row in rows if row["stack"] == "direct"}
     out: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -233,7 +233,7 @@ def added(rows: list[dict[str, Any]], field: str) -> dict[str, dict[str, float]]
 
 
 def near_the_limit(rows: list[dict[str, Any]]) -> list[str]:
-    """Return rows near the rate of the bare engine, which the load generator may have limited."""
+    """Name the rows whose rate is near that of the bare engine: the load generator may have limited them."""
     limit = {cell_of(row): row["rps"] for row in rows if row["stack"] == "direct"}
     return [
         f"{row['stack']}, {cell_of(row)}"

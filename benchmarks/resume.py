@@ -44,7 +44,7 @@ HANG_SECONDS = 300.0
 
 
 class KillableRun:
-    """A training run in its own folder, by one process after the other."""
+    """A training run in its own folder, which one process after the other continues."""
 
     def __init__(self, folder: Path, model: Path, seed: int, steps: int) -> None:
         self.folder, self.run = folder, folder / "run"
@@ -57,12 +57,13 @@ class KillableRun:
             return subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT)
 
     def points(self) -> list[str]:
-        """Return the names of the points of the loop that were passed so far."""
+        """Return the names of the training loop's points in the order in which they were passed so far."""
         path = self.folder / "points"
         return path.read_text().split("\n")[:-1] if path.exists() else []
 
     def until(self, process: subprocess.Popen[bytes], enough: int) -> bool:
-        """Wait until this many steps were synced, by any process; False: the run ended first. Raises Unavailable."""
+        """Wait until this many steps of the run were synced; return False if the run ended first. Raises StackError if
+        it failed or made no progress."""
         changed_at, seen = time.monotonic(), 0
         while (points := self.points()).count("synced") < enough:
             now = len(points)
@@ -78,7 +79,7 @@ class KillableRun:
         return True
 
     def finish(self) -> tuple[float, float]:
-        """Run to the end; return the seconds until its first step, and those of a step."""
+        """Run to the end. Return the seconds from the start to the end of the first step, and the mean of a step."""
         started, process = time.time(), self.start()
         try:
             self.until(process, 10**9)
@@ -103,7 +104,7 @@ def killed(
         try:
             if random_source.random() < EARLY_SHARE:
                 time.sleep(random_source.uniform(0, seconds[0]))
-            else:  # at the drawn step, once this process is in its loop: anywhere in a step
+            else:  # at a random moment in the drawn step, once this process is in its training loop
                 run.until(process, int(moment))
                 while len(run.points()) == before and process.poll() is None:
                     time.sleep(0.002)
@@ -120,7 +121,7 @@ def killed(
 
 
 async def reward_of_weights(folder: Path, samples: int) -> float:
-    """Return the mean reward of samples from fixed seeds by an engine with these weights."""
+    """Return the mean reward of answers that an engine with these weights samples from fixed seeds."""
     async with LocalEngine(folder, name="tiny") as engine:
 
         async def one(index: int) -> float:

@@ -8,8 +8,8 @@
 The engine is scripted; some of its answers are errors, broken off or slow. Some requests are broken off, malformed or
 repeated. README.md explains the figures. The exit code is 1 if a bound is broken, and 2 if it cannot be run here.
 
-The figures so far are written to the file --out every ten seconds, and whatever ends the run is in its last version:
-the end, a server that died and how, or a signal.
+The figures so far are written to the file --out every ten seconds. Its last version also has the reason why the run
+ended: it was complete, a process ended (and how), or a signal came.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ from tests.fakes.vllm_folder import write_model_folder  # noqa: E402
 SHORT = Shape(first=128, added=24, tokens=8, turns=100)
 LONG = Shape(first=2000, added=105, tokens=16, turns=200)
 WARM_UP = 0.5
-"""Share of the run that is not part of the regression."""
+"""Share of the run, at its beginning, that the regression leaves out."""
 MAX_SLOPE_MB = 1.0
-"""Growth per 10,000 calls after the warm-up, beyond two standard errors."""
+"""Maximum growth of memory, in MB per 10,000 calls after the warm-up, beyond two standard errors."""
 MAX_DESCRIPTORS = 32
-"""Growth of the median from the second to the last quarter. A session holds one or two descriptors at any moment."""
+"""Maximum growth of the median number of descriptors from the second to the last quarter of the calls. A session has
+one or two descriptors open at any moment."""
 MAX_WAL_MB = {"sqlite": 128.0, "postgresql": 1100.0}
-"""PostgreSQL keeps up to max_wal_size, which is 1 GB by default."""
+"""Maximum size of the database's log in MB. PostgreSQL keeps up to max_wal_size, which is 1 GB by default."""
 MAX_P99_GROWTH, P99_NOISE = 2.0, 0.1
-"""The last quarter's p99 of commit may be twice that of the first quarter, and as many seconds more."""
+"""The last quarter's p99 of the commit time may be this factor times that of the first quarter, plus these seconds."""
 
 
 class Soak:
-    """One run: database, engine and server as processes, and the clients here."""
+    """One run: database, engine and server in processes of their own, and the clients in this process."""
 
     def __init__(self, folder: Path, arguments: argparse.Namespace) -> None:
         self.folder, self.arguments = folder, arguments
@@ -145,7 +146,7 @@ class Soak:
         )
 
     async def _watch_processes(self, ended: asyncio.Future[str]) -> None:
-        """Report the first process that ends, and how."""
+        """Set `ended` to the name of the first process that ends, with its exit code or signal."""
         while True:
             for stack in (self.server, self.engine):
                 assert stack.process is not None
@@ -219,7 +220,7 @@ class Soak:
         return own[int(0.99 * len(own))] if own else float("nan")
 
     async def _stored(self) -> dict[str, Any]:
-        """Compare the store with what the clients saw."""
+        """Compare the stored calls with the clients' counts."""
         call = schema.calls.c
         async with open_store(self.db, create=False) as store, store.database.reading() as connection:
             rows = (await connection.execute(select(call.call_id, call.status))).all()
@@ -282,7 +283,7 @@ def _at(samples: list[Sample], share: float) -> Sample:
 
 
 def _quarter(samples: list[Sample], number: int) -> list[Sample]:
-    """Return the samples of a quarter of the calls, with the last one before it."""
+    """Return the samples in a quarter (0 to 3) of the calls, preceded by the last sample before it."""
     ends = [samples.index(_at(samples, share / 4)) for share in (number, number + 1)]
     return samples[ends[0] : ends[1] + 1]
 

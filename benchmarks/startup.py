@@ -4,7 +4,7 @@
     python benchmarks/startup.py --harness mini-swe-agent --sandboxes bubblewrap --repeat 3
 
 The agent is a script that calls at once, so that only Polar's time is measured; --harness measures a real agent. The
-rollouts belong to one group, so each one finds the sandboxes that the pool opened for the one before.
+rollouts belong to one group, so each of them finds sandboxes that the pool opened during the rollout before it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AGENT = Path(__file__).parent / "_stacks" / "logging_agent.py"
 
 
 async def times_of(store: Store, row: RolloutRow) -> dict[str, float]:
-    """Return the seconds of one rollout. Raises RuntimeError if its agent never called."""
+    """Return the seconds of one rollout by phase. Raises RuntimeError if its agent never called the model."""
     assert row.session_id is not None
     calls = await store.calls.summaries(row.session_id)
     if not calls:

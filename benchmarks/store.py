@@ -84,7 +84,7 @@ async def store_sizes(folder: Path, runs: list[list[CallData]]) -> dict[str, Any
 
 
 def peer_size(folder: Path, turns: list[CallData]) -> dict[str, Any]:
-    """Return the size of the same run in the peer's store."""
+    """Return size in bytes and loading time of the same run in rllm-model-gateway's store, or why they are missing."""
     try:
         python, version = environment_for("rllm-model-gateway", CACHE)
     except StackError as error:
@@ -100,7 +100,7 @@ def peer_size(folder: Path, turns: list[CallData]) -> dict[str, Any]:
 
 
 async def join_times(folder: Path, turns: list[CallData]) -> dict[str, Any]:
-    """Return the fastest of five: reading a session's tokens and building `merged` from them."""
+    """Return the times to read a session's tokens, and to build `merged` from them: the fastest of five."""
     load_all: list[float] = []
     load: list[float] = []
     build_times: list[float] = []

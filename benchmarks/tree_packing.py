@@ -42,8 +42,8 @@ from tests.training.tree_factories import unshared_tree
 LAYOUTS = ("per_call", "merged", "tree")
 CONFIG = make_config(
     {
-        # The layouts cut rollouts into different numbers of sequences, and train the same tokens.
-        # A loss without a clip, so that every trained token has a gradient to compare.
+        # The layouts split rollouts into different numbers of sequences, but train the same tokens. In this loss no
+        # token's gradient is clipped away, so the gradients of all trained tokens are compared.
         "loss": "cispo",
         "keep_zero_variance_groups": True,
         # The whole step is computed, but the weights hardly move.
@@ -62,7 +62,7 @@ class FlatLearner(Learner):
 
 @dataclass(frozen=True)
 class Measurement:
-    """A layout of one group, to be measured."""
+    """The arguments of `measure`: one layout of one group."""
 
     layout: str
     sequences: tuple[TrainingSequence, ...]
@@ -182,7 +182,10 @@ def measure(work: Measurement) -> tuple[dict[str, float], dict[str, torch.Tensor
 
 
 def gradient_gap(reference: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> float:
-    """Raises SystemExit if the two cannot be compared: no gradient, or other parameters."""
+    """Return the largest difference between two gradients as a share of the largest value of `reference`.
+
+    Raises SystemExit if they cannot be compared: `reference` is zero, or the parameters differ.
+    """
     largest = max(float(tensor.abs().max()) for tensor in reference.values())
     if reference.keys() != gradients.keys() or not largest > 0:
         raise SystemExit("the layouts have no common gradient")
@@ -230,7 +233,8 @@ async def recorded_groups(db: str) -> list[tuple[str, dict[str, tuple[TrainingSe
 
 
 def made_up_group(arguments: argparse.Namespace) -> dict[str, tuple[TrainingSequence, ...]]:
-    """Return conversations of random ids after one prompt; each turn is an answer and an observation."""
+    """Return the layouts of a group of conversations with random ids after a shared prompt. A turn is an answer and an
+    observation."""
     random = np.random.default_rng(0)
     vocab_size = int(json.loads((arguments.model / "config.json").read_text())["vocab_size"])
     prompt = random.integers(0, vocab_size, arguments.system)
@@ -268,7 +272,7 @@ def make_sequence(rollout: int, turn: int, ids: Ids, trained: Any) -> TrainingSe
 
 
 def advantage(rollout: int) -> float:
-    """A fixed advantage that is never 0, so that groups of equal rewards have a gradient to compare as well."""
+    """Return a fixed advantage other than 0, so that groups with equal rewards also have a gradient to compare."""
     return float(np.random.default_rng(rollout).choice([-1.0, 1.0]) * (1.0 + rollout / 16))
 
 

@@ -157,7 +157,7 @@ class Connection:
     arguments: tuple[str, ...] = ()
     """The first arguments of the program."""
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """Settings files: path relative to `Endpoint.home`, ending in .json or .toml -> content."""
+    """Settings files: path relative to `Endpoint.home`, ending in .json, .toml or .yaml (as JSON) -> content."""
     unset: tuple[str, ...] = ()
     """Variables of the user's shell to remove, because the harness would prefer them to the endpoint or its key."""
     note: str = ""

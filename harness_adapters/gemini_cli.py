@@ -14,7 +14,7 @@ class GeminiCli(NpmHarness):
     default_version = "0.61.0"
     entry = "node_modules/@google/gemini-cli/bundle/gemini.js"
     needs_node = True
-    # Without --yolo it denies sub-agents, for which it asks no permission by ACP.
+    # Without --yolo, Gemini CLI denies sub-agents over ACP, and does not ask the client for permission.
     acp_arguments = ("--acp", "--yolo")
     limits = (RunLimit(53, "its turn limit"),)
     skills_folder = ".gemini/skills"

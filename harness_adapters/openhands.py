@@ -24,7 +24,7 @@ from harness_adapters.toolkit.python_venv import LITELLM_ENV, LITELLM_UNSET, Ven
 
 # Names for which its SDK uses the Responses API.
 _RESPONSES_NAMES = ("gpt-5", "codex-mini-latest")
-# Every start clones skills from the internet into the prompt; this blocks GitHub repositories of their owner only.
+# Every start clones skills from github.com/OpenHands into the prompt. This blocks the repositories of that owner only.
 _GITCONFIG = '[url "file:///dev/null/"]\n\tinsteadOf = https://github.com/OpenHands/\n'
 
 

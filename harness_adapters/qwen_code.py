@@ -55,7 +55,8 @@ class QwenCode(NpmHarness):
         # Otherwise it starts a second process with more memory, and only forwards its exit code.
         env = {"QWEN_CODE_NO_RELAUNCH": "true"}
         settings = {
-            # Otherwise calls after a turn (by ACP, and after a resumed one) extract memories, and guess the next text.
+            # Otherwise it makes further model calls after a turn (with ACP, and after a resumed turn): they extract
+            # memories, and guess the user's next message.
             "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
             "ui": {"enableFollowupSuggestions": False},
             "mcpServers": mcp_table(context.mcp_servers, "httpUrl"),

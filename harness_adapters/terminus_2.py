@@ -51,7 +51,7 @@ class Terminus2(VenvHarness):
     extra_requirements = ("mcp",)
     pythons = ("3.12", "3.13")
     rollout_details = False
-    """Request `logprobs` and `return_token_ids`, and send a session id, as harbor does for training."""
+    """Whether to request `logprobs` and `return_token_ids`, and to send a session id, as harbor does for training."""
 
     def install(self, cache_root: Path, version: str | None = None) -> Installation:
         found = super().install(cache_root, version)

@@ -1,7 +1,7 @@
 """Runs this machine's git on an agent's files, so that nothing that an agent wrote can change git's behaviour.
 
-No configuration, attributes, hooks, replaced objects or environment variables take part, apart from those of a
-repository that Polar made. git starts in an empty folder and finds no repository by itself.
+Configuration, attributes and hooks come only from a repository that Polar made. Replacement objects and the environment
+variables of this process have no effect. git starts in an empty folder and finds no repository by itself.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ERROR_BYTES = 2000
 
 
 class CleanGitError(PolarError):
-    """git refused its input or was too slow; the text is git's error."""
+    """git is missing, failed or was too slow. The message is git's own error if git printed one."""
 
 
 class GitOutputTooLargeError(CleanGitError):
-    """git printed more than `output_limit` and was ended."""
+    """git printed more than `output_limit` bytes and was killed."""
 
 
 async def clean_git(*arguments: str, repository: Path | None = None, stdin: bytes = b"") -> bytes:
@@ -54,7 +54,7 @@ def run_clean_git(
     exit_codes: Collection[int] = (0,),
     output_limit: int | None = None,
 ) -> bytes:
-    """Run git on a repository of Polar's own, or outside of any; return stdout. Blocking.
+    """Run git in a repository that Polar made, or outside of any repository, and return its stdout. Blocking.
 
     Raises `CleanGitError` if git is missing, too slow, or exits with a status that is not in `exit_codes`. Raises
     `GitOutputTooLargeError` if git prints more than `output_limit` bytes; the rest is not read.
@@ -89,7 +89,7 @@ def run_clean_git(
 
 @contextmanager
 def _ended_after(seconds: float, process: subprocess.Popen[bytes]) -> Iterator[threading.Event]:
-    """Kill the process at the end of the block, or after `seconds`. Only the latter sets the event that is yielded."""
+    """Kill the process at the end of the block, or after `seconds`. Set the yielded event if the time ran out."""
     expired = threading.Event()
 
     def expire() -> None:

@@ -36,37 +36,39 @@ class GatewayLimits(_Section):
     """Limits of the gateway's server that keep one client from stopping it for all others."""
 
     connections: int = Field(4096, ge=1)
-    """Number of open connections, but at most half of the file descriptors that the system allows this process."""
+    """Maximum number of open connections; half of the file descriptors that the system allows this process, if that is
+    less."""
     sandbox_connections: int = Field(256, ge=1)
-    """Number of open connections from inside one sandbox. They count as open connections of the gateway too."""
+    """Maximum number of open connections from inside one sandbox. They also count towards `connections`."""
     head_kb: int = Field(64, ge=1)
-    """Size of a request's headers in KiB."""
+    """Maximum size of a request's headers in KiB."""
     headers: int = Field(200, ge=1)
     """Maximum number of headers of a request."""
     url_kb: int = Field(16, ge=1)
-    """Size of a request's URL in KiB."""
+    """Maximum size of a request's URL in KiB."""
     head_seconds: float = Field(20.0, gt=0)
-    """Time from the first byte of a request to the end of its headers."""
+    """Maximum time from the first byte of a request to the end of its headers."""
     body_seconds: float = Field(300.0, gt=0)
-    """Time from the end of a request's headers to the end of its body."""
+    """Maximum time from the end of a request's headers to the end of its body."""
     body_rate_kb: float = Field(1.0, ge=0)
     """Slowest rate of a request body in KiB/s, measured over each `body_window_seconds`."""
     body_window_seconds: float = Field(20.0, gt=0)
     """Time over which the rate of a request body is measured. A body that pauses for longer is refused."""
     unread_seconds: float = Field(120.0, gt=0)
-    """Time after which a client that reads nothing of the answer waiting for it is disconnected."""
+    """Disconnect a client that has read nothing of its waiting answer for this long."""
     keep_alive_seconds: float = Field(75.0, gt=0)
-    """Time from the end of an answer until its connection is closed, if no further request comes."""
+    """Close a connection if no further request comes for this long after an answer."""
     websocket_idle_seconds: float = Field(3600.0, gt=0)
-    """Time after which a WebSocket without a request is closed."""
+    """Close a WebSocket that has had no request for this long."""
     bodies_mb: int = Field(512, ge=1)
-    """Memory for all request bodies, from their first byte until the answer, in MiB. One session may use a quarter."""
+    """Memory in MiB for all request bodies, each from its first byte until its answer. One session may use a
+    quarter."""
     body_values: int = Field(250_000, ge=1)
-    """Number of JSON values in a request body."""
+    """Maximum number of JSON values in a request body."""
     messages: int = Field(4_000, ge=1)
-    """Number of messages, or of prompts, in a model request."""
+    """Maximum number of messages, or of prompts, in a model request."""
     tools: int = Field(1_000, ge=1)
-    """Number of tools in a model request."""
+    """Maximum number of tools in a model request."""
 
 
 class GatewaySettings(_Section):
@@ -95,35 +97,37 @@ class GatewaySettings(_Section):
     limits: GatewayLimits = GatewayLimits()
     """Limits that keep one client from stopping the gateway for all others."""
     calls_in_memory: int = Field(50_000, ge=1)
-    """Number of recorded calls whose digests are kept in memory, about 2 KB each, to find what a new call extends.
-    Above this number, sessions without a request for half a minute are removed from memory, and read from the database
-    when they are used again."""
+    """Number of recorded calls whose digests are kept in memory (about 2 KB each), to find the call that a new one
+    extends. Above this number, sessions without a request for half a minute are removed from memory, and read from the
+    database when they are used again."""
     cache_mb: int = Field(256, ge=1)
-    """Memory in MiB for the last request of each session and the tokens of answers that may be continued. As much again
-    is used to recognise what of each session is stored already. A call of a session that does not fit is read and
-    hashed as a whole again, which takes the gateway several times as long."""
+    """Memory in MiB for the last request of each session and the tokens of answers that may be continued. Two more
+    caches have the same limit: hashes that show which messages and tokens of a session are stored already, and signed
+    answers of hosted models. If a session does not fit, its calls are parsed and hashed from the beginning, which takes
+    the gateway several times as long."""
     heartbeat_seconds: float = Field(15.0, gt=0)
     """Send a comment line on a stream that has been silent for this long. Google's streams get none."""
     headers_after_seconds: float = Field(2.0, ge=0)
     """Send the headers of a stream after this time if no token has arrived. An error before that keeps its HTTP
     status."""
     first_token_seconds: float = Field(1800.0, gt=0)
-    """How long a call may wait for its first token (or for the whole answer, if the engine sends it in one piece), in
-    the engine's queue and while its prompt is read. After that the call fails, and the agent gets status 504."""
+    """Time limit for a call's first token (or the whole answer, if the engine sends it in one piece), including the
+    wait in the engine's queue and the prefill. After that the call fails, and the agent gets status 504."""
     next_token_seconds: float = Field(600.0, gt=0)
-    """How long a call may wait for each further token, for example while new weights are loaded. After that it
-    fails, as with `first_token_seconds`."""
+    """Time limit for each further token, for example while new weights are loaded. After that the call fails, as with
+    `first_token_seconds`."""
     join_retries: Literal["evidence", "always", "never"] = "evidence"
     """Which equal requests share one answer. `evidence`: those that are known to be retries, by a lost connection or
     the SDK's retry header. `always`: all that arrive while the first runs or shortly after. `never`: none."""
     retry_window_seconds: float = Field(10.0, ge=0)
-    """How long a finished answer is kept for a retry, and how long after it an equal request may count as a retry."""
+    """How long an answer is kept after its end. An equal request within this time may be a retry, which then gets the
+    kept answer."""
     retry_grace_seconds: float = Field(2.0, ge=0)
     """How long to continue an answer after its client disconnected, so that a retry can take it over."""
     temperature: float | None = Field(None, ge=0)
-    """Sampling temperature for sessions without one. Their calls are then sampled without top_p, top_k,
-    min_p, penalties and logit_bias, whatever the agents ask for. Otherwise traces of agents that ask for these are only
-    `approximate`."""
+    """Sampling temperature for sessions without one. Their calls are then sampled without top_p, top_k, min_p,
+    penalties and logit_bias, even if the agents ask for these. Without this setting, the traces of agents that ask for
+    these are only `approximate`."""
     prompt_mode: PromptMode = "continue"
     """`continue`: if possible, a prompt is the exact tokens of the call that it extends, followed by the tokens of the
     new messages. `render`: the engine renders every request from its messages."""
@@ -134,13 +138,13 @@ class GatewaySettings(_Section):
     """A file with the prices of hosted models, used in place of the one that Polar ships
     (polar_proxy/assets/prices.toml)."""
     model_hosts: frozenset[str] = frozenset()
-    """Names that a provider gave to you alone, such as my-resource.openai.azure.com: interception in sandboxes includes
-    them. `polar intercept` needs no such list."""
+    """Further host names that interception in sandboxes includes: those that a provider gave to you alone, such as
+    my-resource.openai.azure.com. `polar intercept` needs no such list."""
     provider_tools: Literal["remove", "refuse", "allow"] = "allow"
     """Tools in a request that the model's provider would run itself, such as a web search or a code interpreter. They
     are recorded with the call. `allow`: the engine `passthrough` passes them on, and such answers are never trained;
-    other engines do not offer them to the model. `refuse`: the request is refused with status 400. `remove`: no model
-    is offered them; `passthrough` changes no request, so the server does not start with it."""
+    other engines do not offer them to the model. `refuse`: the request is refused with status 400. `remove`: they are
+    not offered to any model; a server with `passthrough`, which changes no request, does not start with this value."""
     hooks: str | None = None
     """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Tasks and
     requests cannot name one."""
@@ -156,7 +160,7 @@ class EngineSettings(_Section):
 
     kind: str = "local"
     """`local`, `vllm`, `llamacpp` (a llama-server), `openai` (or a compatible API), `anthropic`, `google`,
-    `passthrough` (each call goes to the provider that the agent asks), or module:Class."""
+    `passthrough` (each call goes to the provider that the agent addresses), or module:Class."""
     url: str | None = None
     """URL of the engine (not local). Default for openai, anthropic and google: the provider's own API."""
     model: str | None = None
@@ -166,8 +170,9 @@ class EngineSettings(_Section):
     openai, anthropic and google: the variable that the provider's own SDK reads (OPENAI_API_KEY, ANTHROPIC_API_KEY,
     GEMINI_API_KEY or GOOGLE_API_KEY)."""
     model_folder: str | None = None
-    """A folder with the model's configuration, tokenizer and chat template (vllm), if the server's own is on another
-    machine. With a folder Polar renders conversations itself; without one it asks the server, several times a call."""
+    """A folder with the model's configuration, tokenizer and chat template (vllm), for servers whose own folder is on
+    another machine. With a folder Polar renders conversations itself; without one it asks the server, several times per
+    call."""
     vllm_python: str | None = None
     """Python of an environment that has vLLM (vllm). Polar needs vLLM's parsers to read answers of models whose tool
     calls have another form than Hermes'. Default: the Python of the `vllm` command, or Polar's own if it has vLLM."""
@@ -178,8 +183,8 @@ class EngineSettings(_Section):
 
 
 class RouteSettings(_Section):
-    """A rule that sends calls to one of the engines in [engines]. A call takes the first rule of which all conditions
-    fit; without one, it takes the engine of [engine]."""
+    """A rule that sends calls to one of the engines in [engines]. The first rule whose conditions all hold decides; if
+    there is none, the engine of [engine] answers."""
 
     name: str = Field(min_length=1, max_length=64)
     """The rule's name, which is recorded with each call that it sends."""
@@ -190,7 +195,7 @@ class RouteSettings(_Section):
     labels: tuple[str, ...] = ()
     """Only sessions with one of these labels. `*` matches any text."""
     share: float = Field(1.0, gt=0, le=1)
-    """Only this share of the sessions. It is chosen by the session's id, so that the rule applies to all calls of a
+    """Only this share of the sessions (0 to 1), chosen by session id, so that the rule applies to all calls of a
     session or to none."""
 
 
@@ -198,7 +203,7 @@ class RunSettings(RolloutSpec):
     """Defaults for rollouts, which a command or request may override, and limits on how many run."""
 
     concurrency: int = Field(2, ge=1)
-    """Number of rollouts that run at a time."""
+    """Maximum number of rollouts that run at a time."""
     samples: int = Field(1, ge=1)
     """Number of rollouts of each task. Together they are a group."""
     backlog: int | None = Field(None, ge=1)
@@ -218,18 +223,18 @@ class SandboxSettings(_Section):
     memory_mb: int = Field(4096, ge=64)
     """MiB of memory for an agent. An evaluator gets half."""
     disk_mb: int = Field(8192, ge=64)
-    """MiB that the files in home, workspace and further folders may take. Where Polar runs as root, a bubblewrap
+    """Maximum size in MiB of the files in home, workspace and further folders. Where Polar runs as root, a bubblewrap
     sandbox gets a file system of this size, and writing fails when it is full. In all other sandboxes, an agent whose
     files take more is stopped."""
     files: int = Field(500_000, ge=1000)
-    """Number of files and folders in home, workspace and further folders."""
+    """Maximum number of files and folders in home, workspace and further folders."""
     processes: int = Field(1024, ge=16)
-    """Number of processes and threads at a time; not enforced in process sandboxes."""
+    """Maximum number of processes and threads at a time; not enforced in process sandboxes."""
     open_files: int = Field(16_384, ge=64)
-    """Number of open files of each process."""
+    """Maximum number of open files of each process."""
     self_test: Literal["refuse", "warn", "off"] = "refuse"
-    """At the start of a service and before its first use, a kind of sandbox is tested for ways out. `refuse`: do not
-    use it if one is open. `warn`: use it and log a warning. `off`: do not test."""
+    """Test each kind of sandbox for escapes, at the start of a service and before its first use. `refuse`: do not use
+    it if one is found. `warn`: use it and log a warning. `off`: do not test."""
     docker_runtime: Literal["auto", "runc", "runsc"] = "auto"
     """Runtime of Docker containers. `auto`: gVisor (`runsc`) if the engine has it, otherwise the engine's default."""
     build_network: bool = False
@@ -318,7 +323,7 @@ class Settings(BaseSettings):
     db: str | None = None
     """Database URL or file; by default polar.db in the home."""
     url: str | None = None
-    """The server that commands talk to. Without it, commands use the database directly."""
+    """URL of the server that commands talk to. Without it, commands use the database directly."""
     api_key: str | None = Field(None, repr=False)
     """Key for the server at `url`. Default on the server's own machine: the key in the file api-key in the home."""
     harnesses: Path | None = None
@@ -329,7 +334,7 @@ class Settings(BaseSettings):
     gateway: GatewaySettings = GatewaySettings()
     """Section [gateway]: the HTTP server that agents send their model calls to."""
     engine: EngineSettings = EngineSettings()
-    """Section [engine]: the inference engine that answers calls without a route of their own."""
+    """Section [engine]: the inference engine that answers calls to which no route applies."""
     engines: dict[Annotated[str, Field(pattern=r"[a-z0-9][a-z0-9_-]{0,63}")], EngineSettings] = {}
     """Further engines by name, each with the settings of [engine], for the rules in `routes`."""
     routes: tuple[RouteSettings, ...] = ()
@@ -428,6 +433,7 @@ def child_environment(added: Mapping[str, str], *, without: Collection[str] = ()
 def start_no_blas_threads() -> None:
     """Keep NumPy's linear algebra from starting threads, which spin for a tenth of the time of a short command.
 
-    Must be called before NumPy is imported. For commands that start no other programs, which inherit the setting.
+    Call it before NumPy is imported, and only in commands that start no other programs, because these inherit the
+    setting.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

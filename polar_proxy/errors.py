@@ -26,7 +26,7 @@ class PolarError(Exception):
 
     exit_code = 1
     retry_after: str | None = None
-    """The `retry-after` header with which an engine refused, to be passed on to the agent."""
+    """Value of the `retry-after` header with which an engine refused a call, to be passed on to the agent."""
 
 
 class UsageError(PolarError):
@@ -69,11 +69,13 @@ class EngineError(PolarError):
 
 
 class EngineDroppedError(EngineError):
-    """The engine closed the connection before it began to answer. It may have sampled."""
+    """The engine closed the connection before it began to answer. The engine may have sampled an answer
+    nevertheless."""
 
 
 class ProviderError(EngineError):
-    """A provider refused or failed a request that was passed on to it. With a `body`, the agent gets that response."""
+    """A provider refused or failed a request that was passed on to it. If `body` is given, the agent gets this
+    response."""
 
     def __init__(
         self, message: str, *, status: int, headers: tuple[tuple[bytes, bytes], ...] = (), body: bytes | None = None

@@ -19,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _REST_AFTER_SECONDS = 0.01
-"""After shorter work the thread does not rest."""
+"""Work shorter than this is not followed by a rest."""
 
 
 class OffloadThread:

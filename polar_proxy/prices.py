@@ -1,12 +1,13 @@
-"""Prices of hosted models: what a provider charges for a call, by its count of the tokens.
+"""Prices of hosted models: the price of a call, from the counts of its tokens (`Usage`).
 
 The price file is TOML: a table `[[model]]` for each model, with its prices in US dollars per million tokens, and the
 date and source of these. Polar ships one (`assets/prices.toml`); the setting `gateway.prices` names another in its
 place. The date at the end of a model's name (`-2025-08-07`, `-20250929`, `-001`, `-latest`) is ignored unless the file
 names that model itself.
 
-The price of a call is that of its tokens by the price list. It is None, never 0, if the model or its service tier is
-not in the file. Charges for the provider's own tools, hourly charges and discounts are not included.
+A call costs the sum of its tokens' prices. The price is None, never 0, if the file does not have the model, or if the
+call had another service tier than the standard one. Charges for the provider's own tools, hourly charges and discounts
+are not included.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class TokenPrices(BaseModel):
     cache_write: float | None = Field(None, ge=0)
     """Price of tokens written to the provider's cache; that of `input` if absent."""
     cache_write_1h: float | None = Field(None, ge=0)
-    """Tokens written to the provider's cache for one hour; as `cache_write` if absent."""
+    """Price of tokens written to the provider's cache for one hour; that of `cache_write` if absent."""
 
     def of(self, usage: Usage) -> float:
         """Return the price of a call in US dollars."""

@@ -1,4 +1,5 @@
-"""Requests that are passed on to their provider, and the pieces of its response. Imports nothing of Polar."""
+"""Model requests that are passed on to their provider, and the pieces of the provider's response. Imports nothing of
+Polar."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ class ProviderRequest:
     body: bytes = field(repr=False)
     dialect: str
     read_items: Callable[[list[dict[str, Any]]], Sequence[Any]]
-    """Reads the output items of a response (OpenAI Responses) into messages, as in a later request."""
-    exchange: Callable[[str, ProviderRequest], AsyncIterator[tuple[ProviderPiece, list[dict[str, Any]]]]] | None = None
-    """Sends the request over a WebSocket to the provider's URL, and yields the pieces of the answer, each with the JSON
-    objects in it."""
+    """Converts output items of a response (OpenAI Responses) to messages, as if a later request contained them as
+    input."""
+    exchange: Callable[[str, ProviderRequest], AsyncIterator[ProviderPiece]] | None = None
+    """Sends the request over a WebSocket to the provider's URL, and yields the pieces of the answer, each one event."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ from polar_proxy.errors import UsageError, first_problem
 from polar_proxy.types import Json
 
 MAX_INTEGER = 2**31 - 1
-"""Largest value of an option that is an integer: what a column of PostgreSQL holds."""
+"""Largest value of an integer option: the largest integer that a column of PostgreSQL holds."""
 
 
 def whole_distribution(temperature: float) -> Json:
-    """Return sampling parameters: the model's whole distribution at this temperature, without cuts, penalties and
-    biases."""
+    """Return the parameters for sampling from the model's whole distribution at this temperature, without top_p,
+    penalties etc."""
     penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None}
     return {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **penalties}
 

@@ -112,7 +112,7 @@ def _sampled_answers(
 
 
 def find_choice(call: CallRecord, index: int) -> Choice | None:
-    """Return the answer of a call with this index, or None."""
+    """Return the answer with this index of a call; None if the call has no such answer."""
     for choice in call.choices:
         if choice.index == index:
             return choice
@@ -162,14 +162,14 @@ def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> T
 
 
 def find_layout_problem(trace: Trace) -> str | None:
-    """Return how the parts of a trace contradict each other, or None.
+    """Return how the fields of a trace contradict each other; None if they agree.
 
     The spans must tile the tokens. Exactly the tokens of sampled spans must have mask 1 and a finite log-probability.
     The prompt must end where the first sampled span begins.
     """
     size = sum(span.end - span.start for span in trace.spans)
     if not size == len(trace.token_ids) == len(trace.loss_mask) == len(trace.logprobs):
-        return f"its spans tile {size} tokens, and it has {len(trace.token_ids)}"
+        return f"its spans cover {size} tokens, but it has {len(trace.token_ids)}"
     if not all(span.start < span.end for span in trace.spans):
         return "a span is empty"
     mask = _mask_of(trace.spans)
@@ -181,7 +181,7 @@ def find_layout_problem(trace: Trace) -> str | None:
     if not all_reported(trace.logprobs[sampled]):
         return "log-probabilities of sampled tokens are missing or not finite"
     if len(trace.sampling) != sum(span.kind == "sampled" for span in trace.spans):
-        return "it does not say of each answer how it was sampled"
+        return "it does not state for each answer how it was sampled"
     before = int(sampled.argmax()) if sampled.any() else size
     if trace.prompt_length != before:
         return f"its first answer begins at {before}, and its prompt has {trace.prompt_length} tokens"
@@ -195,7 +195,7 @@ def all_reported(logprobs: Logprobs) -> bool:
 
 
 def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
-    """Return how a trace differs from its calls, or None.
+    """Return how a trace differs from its calls; None if it matches them.
 
     A trace matches its calls if its tokens and log-probabilities are theirs, position by position, and each sampled
     span is a whole answer. A rescored trace may have other log-probabilities.
@@ -208,7 +208,7 @@ def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
         return str(error)
     answers = list(_sampled_answers(trace.spans, calls))
     if trace.sampling != tuple(answer_sampling(call, choice) for _, call, choice in answers):
-        return "its answers were sampled in another way than recorded"
+        return "the recorded sampling of its answers (temperature, policy version, ...) differs from that of the calls"
     differs = np.flatnonzero(trace.token_ids != token_ids)
     if differs.size:
         ends = list(accumulate(span.end - span.start for span in trace.spans))
@@ -273,9 +273,9 @@ def share_buffer(one: TokenIds, other: TokenIds) -> bool:
 
 
 def shared_length(ids: TokenIds, known: TokenIds | None) -> int:
-    """Return the length of a common prefix of `ids` and `known` that needs no comparison; 0 if there is none.
+    """Return the length of `known` if `ids` begins with it and both begin at the same address; otherwise 0.
 
-    This is the whole of `known` if both arrays begin at the same address and `ids` is not shorter.
+    So 0 does not mean that they differ: it means that they must be compared.
     """
     return len(known) if known is not None and len(known) <= len(ids) and share_buffer(ids, known) else 0
 

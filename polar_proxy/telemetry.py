@@ -150,7 +150,7 @@ class SpanSender:
             self.dropped += 1
 
     def stop(self) -> None:
-        """Send what is queued, for at most some seconds."""
+        """Send what is queued, for at most ten seconds."""
         self._ending.set()
         self._thread.join(_END_SECONDS)
         self._exporter.shutdown()
@@ -185,7 +185,8 @@ class SpanFactory:
         self._content = content
 
     def of_call(self, record: CallRecord, rollout_id: str | None) -> ReadableSpan:
-        """Return the span of a call: the child of its session's `running` stage, or a root without a rollout."""
+        """Return the span of a call: a child of its session's `running` stage, or a root if the session has no
+        rollout."""
         trace = rollout_id or record.session_id
         parent = None if rollout_id is None else _context(trace, record.session_id)
         return self._span(

@@ -29,7 +29,7 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def left_folders(parent: Path | None = None) -> list[Path]:
-    """Return the temporary folders in `parent` of this user's dead processes."""
+    """Return this user's temporary folders in `parent` whose process has ended."""
     found = []
     with os.scandir(parent or tempfile.gettempdir()) as entries:
         for entry in entries:

@@ -9,7 +9,7 @@ PROBABILITIES = (0.9, 0.5, 0.1, 0.01, 0.0)
 
 
 def scale_step(logprob: float) -> int:
-    """Return the step of a token with this log-probability, from 0."""
+    """Return the index in `PROBABILITIES` of the step for this log-probability."""
     probability = math.exp(logprob)
     return next(step for step, lowest in enumerate(PROBABILITIES) if probability >= lowest)
 

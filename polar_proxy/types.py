@@ -73,7 +73,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ProviderTurn:
-    """An answer with its signatures in the provider's own form, in which the provider wants it back."""
+    """A hosted model's signed answer in the provider's own format, in which later requests must send it back."""
 
     provider: str
     """anthropic or google."""
@@ -172,14 +172,14 @@ class ClientOptions:
     show_reasoning: bool = False
     """True if the client wants to read the reasoning."""
     fields: Json = field(default_factory=dict)
-    """The other fields of the body that have no effect on open models, by name (`a.b` for a field of an object)."""
+    """Other fields of the body, by name (`a.b` for a field of an object). They have no effect on open models."""
     betas: tuple[str, ...] = ()
     """The provider's trial features that the client asks for in a header, each as `header: feature`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation to answer, in the form that is the same for all dialects."""
+    """A conversation to answer, translated from whichever dialect it came in."""
 
     model: str
     messages: tuple[Message, ...]
@@ -248,7 +248,7 @@ class Usage:
     reasoning_tokens: int | None = None
     """The part of `output_tokens` that is reasoning."""
     model: str | None = None
-    """The model that answered, as the provider names it: its price counts."""
+    """The model that answered, as the provider names it. The price of the call is that of this model."""
     service_tier: str | None = None
     """The provider's service tier; None for the standard one. Other tiers have other prices."""
     estimated: bool = False
@@ -286,7 +286,7 @@ class SampleEvent:
     usage: Usage | None = None
     """Comes from engines that report no token ids. The last one of an answer counts."""
     provider_turn: ProviderTurn | None = None
-    """The choice as the provider wrote it, if it holds signatures. Comes with the `finish_reason`."""
+    """The choice in the provider's own format, if it holds signatures. Comes with the `finish_reason`."""
     raw: ProviderPiece | None = None
     """From the passthrough engine: the bytes that the agent gets in place of this event's encoding."""
     response_id: str | None = None
@@ -311,9 +311,9 @@ class EngineInfo:
     sampling defaults hold), signed_answers (the provider wants its signatures back)."""
     eos_token_ids: tuple[int, ...] = ()
     precision: str | None = None
-    """Number format of its computations, such as float32 or "bfloat16, fp8 weights"; None if it does not report it."""
+    """Number format of the engine's computations, such as float32 or "bfloat16, fp8 weights"; None if not reported."""
     max_answer: int | None = None
-    """Number of tokens of its longest answer, if it ends answers before the context is full."""
+    """Maximum number of tokens of an answer; None if only the context length limits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +331,7 @@ class Choice:
     reasoning_tokens: int | None = None
     """Number of tokens up to the end of the reasoning, if that is known."""
     provider_turn: ProviderTurn | None = None
-    """The answer in the form in which its provider wants it back, if it holds signatures."""
+    """The answer in its provider's own format, if it holds signatures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +339,7 @@ class ConversationItem:
     """An item of a conversation of the Responses API."""
 
     item_id: str
-    """The id of the item in its conversation. It is Polar's own, and not part of `item`, if the client gave none."""
+    """The id of the item in its conversation. Polar makes one, which is not part of `item`, if the client gave none."""
     item: Json
     """The item as the model reads it: an input item as it was received, or an exact part of an answer."""
     shown: Json | None = None
@@ -384,7 +384,7 @@ class CallRecord:
     started_at: float
     first_token_at: float | None
     ended_at: float
-    """Seconds since the epoch."""
+    """Seconds since the epoch, as `started_at` and `first_token_at`."""
     cached_tokens: int | None = None
     usage: Usage | None = None
     """The provider's own count; None if the engine reports token ids."""
@@ -402,13 +402,13 @@ class CallRecord:
     prompt_reason: str | None = None
     """Why the prompt was not continued from the base's tokens (`sessions/continuation.py` lists the reasons)."""
     base_call_id: str | None = None
-    """The base: the answered call whose messages and answer begin this call's by meaning. Set in both prompt modes."""
+    """The base: the call whose messages and answer mean the same as the beginning of this one. Set in both modes."""
     base_choice: int | None = None
     provider_conversation: str | None = None
     response_id: str | None = None
     response_items: Json | None = None
-    """The provider's ids of a response that was passed through, of its conversation, and of its items: {"fc_67c9":
-    "fc_0"} is the id of the first tool call. Later requests name them. Only the conversation's is read back."""
+    """Item id of a passed-through response -> kind and number in this record: {"fc_67c9": "fc_0"} is the first tool
+    call. Later requests refer to it, to `response_id` and to `provider_conversation`; only the last is read back."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None
@@ -416,7 +416,7 @@ class CallRecord:
     route: str | None = None
     """Name of the rule that chose the engine."""
     hooks: Json | None = None
-    """Changes by hooks: `request` (its parts as the model saw them) and `answer` (the choices as sampled)."""
+    """Changes by hooks: `request` (its changed parts, as the model saw them), `answer` (the messages as sampled)."""
     conversation: ConversationTurn | None = None
     """Items that committing the record adds to a conversation; None in a record that is read back."""
 
@@ -451,7 +451,7 @@ class Span:
 
 
 class AnswerSampling(NamedTuple):
-    """The distribution from which an answer was sampled, and the weights that gave it."""
+    """The distribution from which an answer was sampled, and the policy versions of the weights."""
 
     temperature: float | None
     """Sampling temperature; None if the record does not name it."""

@@ -59,7 +59,7 @@ class SandboxUnavailable(SandboxError):
 
 
 class SandboxEnded(SandboxError):
-    """The sandbox ended while in use: it was closed or killed, or programs inside had ended it before."""
+    """The sandbox has ended: it was closed, killed, or ended by programs inside it."""
 
 
 class FileTooLarge(SandboxError):
@@ -206,7 +206,7 @@ class Sandbox(ABC):
         self._record = registry.new_record(self.kind)
         self.id = self._record.id
         self.base = registry.state_dir / self.id
-        """A folder of this machine for what belongs to the sandbox and is not visible inside; removed with it."""
+        """A folder on the host for the sandbox's files that programs inside cannot see; removed with the sandbox."""
         self._record.dirs.append(str(self.base))
         self._closing: asyncio.Task[None] | None = None
         self._disk_watch: asyncio.Task[None] | None = None
@@ -250,7 +250,7 @@ class Sandbox(ABC):
         try:
             remove_tree(self.base)
         except OSError as error:
-            # What an agent left is no error of the caller. The record stays, and the next sweep tries again.
+            # Files that an agent left must not fail the caller. The record stays, and the next sweep tries again.
             log.warning("The folder of sandbox %s cannot be removed: %s", self.id, error)
         else:
             self._registry.remove(self.id)

@@ -77,7 +77,7 @@ class ControlLink:
         self._next = 0
         self.ended = asyncio.Event()
         self.ended_by_programs = False
-        """Programs inside made the sandbox end, so none is left; the supervisor reported it."""
+        """True after the supervisor reported that programs inside made the sandbox end. No program is left then."""
         self._loop.add_reader(sock.fileno(), self._readable)
 
     def _readable(self) -> None:

@@ -88,8 +88,8 @@ def describe_excess(usage: DiskUsage, limits: ResourceLimits) -> str | None:
 def _walk(root: Path) -> Iterator[os.stat_result]:
     """Yield the status of everything below a folder. Programs inside may change the tree meanwhile.
 
-    Folders may be nested thousands deep, so only the current one is open and the way back is `..`. The walk ends if
-    that leads to another folder, because the current one was moved; the next walk finds it.
+    Folders may be nested thousands deep, so only the current one is open and the way back is `..`. If a program moved
+    the current folder, `..` leads to another one: the walk ends, and the next walk finds the moved folder.
     """
     try:
         current = _open_readable(str(root), None)

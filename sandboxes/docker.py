@@ -311,12 +311,11 @@ class DockerSandbox(Sandbox):
             raise SandboxEnded("a command could not be killed, so the sandbox was closed")
 
     async def _container_ended(self) -> bool:
-        """Return whether the container was ended from outside, and not only the command.
+        """Return whether the container was ended from outside; False if only the command was, or if the kernel ended
+        the container because programs inside filled its memory.
 
-        If programs inside filled the memory, and the kernel ended the container for this reason, it counts as ended by
-        its programs. For a moment the engine reports a killed container as running, so a new command is tried: if it
-        succeeds, the container runs. If it fails, perhaps for another reason such as a process limit, the engine's
-        report decides.
+        For a moment the engine reports a killed container as running, so a new command is tried: if it succeeds, the
+        container runs. If it fails, which a process limit can cause too, the engine's report decides.
         """
         with contextlib.suppress(SandboxError):
             if (await self.exec(PROBE, cwd="/")).exit_code == 0:

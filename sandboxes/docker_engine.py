@@ -251,7 +251,7 @@ class CommandStream:
     async def _wait_until_silent(self, reader: asyncio.Future[None]) -> None:
         """Wait until the stream ends, or is silent for two intervals.
 
-        It waits for two intervals, because output that arrived while this process was suspended is read in the first.
+        One is not enough: if this process was suspended, output that arrived meanwhile is read after one interval.
         """
         silent = 0
         while silent < 2 and not reader.done():
@@ -406,7 +406,7 @@ async def sweep_containers(
                 labels = container["Labels"]
                 if orphans.OwnerProcess.parse(json.loads(labels[orphans.OWNER_LABEL])).dead():
                     named.add(labels[orphans.LABEL])
-            for name in sorted(named, reverse=True):  # a helper's container (`-net`) before that which it depends on
+            for name in sorted(named, reverse=True):  # a helper container (`-net`) before the one it depends on
                 try:
                     if await remove_container(engine, name):
                         removed.append(orphans.RemovedItem(name, "container", name))

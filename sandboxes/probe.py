@@ -47,7 +47,7 @@ def connects(family: int, kind: int, address: Any) -> bool:
         with socket.socket(family, kind) as link:
             link.settimeout(2)
             link.connect(address)
-            # Where nobody listens, the kernel may give the socket the port that it connects to: it meets itself.
+            # On loopback, the kernel may choose the target port as the socket's own, and then connect it to itself.
             return kind != socket.SOCK_STREAM or family == socket.AF_UNIX or link.getsockname() != link.getpeername()
     except OSError:
         return False

@@ -42,8 +42,8 @@ DRAIN_SECONDS = 0.1
 the wait is for helpers that still flush (`> >(tee log)`). A command waits this long only if a background process keeps
 the pipe open."""
 END_SECONDS = 120.0
-"""Far more than ending a process takes, even one that waits for a slow disk. A process that lasts longer cannot be
-killed, and the sandbox is closed."""
+"""Time limit for ending a process, far above the time that even a process waiting for a slow disk needs. A process that
+survives it counts as unkillable, and the sandbox is closed."""
 
 # Loads the supervisor package by itself, without `sandboxes/__init__` and its imports: it starts in half the time.
 START = "import sys; sys.path.append(sys.argv[1]); from supervisor.server import main; sys.exit(main(sys.argv[2]))"
@@ -242,15 +242,15 @@ class SupervisedSandbox(Sandbox):
                     return await self._end_unkillable(link, "a process")
                 await asyncio.sleep(0.005)
         except SandboxEnded:
-            if not link.ended_by_programs:  # then none is left
+            if not link.ended_by_programs:  # in that case no process is left
                 raise
 
     async def _end_unkillable(self, link: ControlLink, what: str) -> None:
-        """End all processes inside, because something could not be killed.
+        """End all processes inside, because one could not be killed.
 
-        In bubblewrap without root, programs inside can stop the processes that would kill them. So they count as the
-        cause, and the files can still be read. Otherwise close the sandbox and raise SandboxEnded, which names the
-        processes left.
+        In bubblewrap without root, programs inside can stop the processes that would kill them. They then count as the
+        cause: the sandbox is not closed, so its files can still be read. In all other cases, close the sandbox and
+        raise SandboxEnded with the names of the processes left.
         """
         if (await link.call(op="end"))[0]["ended"]:
             return
@@ -280,7 +280,7 @@ class SupervisedSandbox(Sandbox):
         for name, inside in folders.items():
             if posixpath.normpath(path) == posixpath.normpath(inside):
                 return place / name
-        raise SandboxError(f"{path} is none of the sandbox's own folders, so it cannot be read from outside")
+        raise SandboxError(f"{path} is not one of the sandbox's own folders, so it cannot be read from outside")
 
 
 class ProcessSandbox(SupervisedSandbox):

@@ -153,8 +153,8 @@ def probe_input(kind: SandboxKind, *, own_kernel: bool = False) -> dict[str, Any
         "calls": refused_calls(),
         "families": REFUSED_SOCKETS,
         "own_kernel": own_kernel,
-        # Root of a container is root of the host, without capabilities, unless the engine has user namespaces. Programs
-        # of an ordinary user cannot be root of the host, but seem to be: bwrap nests two user namespaces for them.
+        # In docker, root is the host's root without capabilities, unless the engine has user namespaces. If Polar does
+        # not run as root, programs cannot be the host's root, but seem so: bwrap nests two user namespaces for them.
         "not_root": kind == "bubblewrap" and os.geteuid() == 0,
         "read_only": ["/", "/usr", "/usr/bin", "/etc"] if kind == "bubblewrap" else [],
     }

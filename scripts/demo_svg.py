@@ -2,7 +2,7 @@
 
     python scripts/demo_svg.py [docs/images/demo.svg]
 
-The commands run for real, in a new Polar home with the harnesses of the caller's.
+The commands really run, in a new Polar home that uses the caller's installed harnesses.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def record(polar: str, home: str) -> str:
 
 
 def animate(svg: str) -> str:
-    """Give each line of text its number, by which it appears, and drop the clip paths of the lines."""
+    """Replace the clip path of each line of text by the line's number, from which CSS computes when it appears."""
     svg = re.sub(r' clip-path="url\(#polar-line-(\d+)\)"', r' style="--n:\1" data-line=""', svg)
     return re.sub(r'class="(polar-r\d+)"([^>]*) data-line=""', r'class="\1 line"\2', svg)
 

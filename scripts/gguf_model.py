@@ -3,9 +3,10 @@
 
     scripts/gguf_model.py MODEL_FOLDER FILE.gguf
 
-llama.cpp's own converter knows tokenizers by a hash, and refuses those of test models. Weights are float32. llama.cpp
-cuts text into words by a fixed set of patterns: of a model's pattern, the one that gives the same ids is named here.
-Needs the packages gguf, numpy and safetensors (`scripts/llama_server.sh install` has them).
+llama.cpp's own converter recognises tokenizers by a hash, and refuses those of test models. Weights are float32.
+llama.cpp splits text into words by one of its own named patterns, so this program replaces a model's pattern by the
+name of one that gives the same ids. Needs the packages gguf, numpy and safetensors (`scripts/llama_server.sh install`
+has them).
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _POLAR_TINY = r"""\\u[0-9a-fA-F]{4}|\\[ntr"\\]|\p{L}+|\p{N}{1,3}|\\|[^\p{L}\p{N}\\]+"""
-"""llama.cpp has no such pattern. But no merge of polar-tiny crosses the border of two words, so text that is only cut
-around numbers becomes the same ids if escapes are merged first: `\\n` before a letter is no part of a word. Only
-numbers of more than three digits and rare escapes (`\\u00e9` before a letter, two backslashes) may become others."""
+"""The pattern of polar-tiny, which llama.cpp lacks. But no merge of polar-tiny crosses the border of two words, so a
+pattern that only splits around numbers gives the same ids if escapes are merged first: `\\n` before a letter is then
+no part of a word. Only numbers of more than three digits and rare escapes (`\\u00e9` before a letter, two backslashes)
+may get other ids."""
 
 
 def write_gguf(folder: Path, target: Path) -> None:

@@ -33,6 +33,8 @@ from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store, database, migrate, open_store
 from polar_proxy.store.database import Database, create_file
 
+pytest_plugins = ["tests.forked_workers"]
+
 # The time that an example takes, or its generation, depends on how busy the machine is.
 settings.register_profile("polar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("polar")

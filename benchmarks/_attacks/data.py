@@ -1,8 +1,8 @@
 """Attacks by data: forged archives, rows of tasks, Harbor folders, and requests to the HTTP API.
 
-An archive is reached if importing it runs, opens, delivers or changes something, or takes in what is not what it says.
-A row, folder or request is reached if it runs a program of the host, imports a module, reads a file outside of what it
-may, or is accepted where it must be refused.
+An attack by archive succeeds if the import runs, opens, delivers or changes something, or stores data that contradicts
+its own id or description. An attack by row, folder or request succeeds if it runs a program of the host, imports a
+module, reads a file that it may not read, or is accepted where it must be refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks._attacks.hostile_rows import ROWS, api_attacks, callback_attacks
 from benchmarks._attacks.outcome import AttackOptions, Outcome
 
 MEMORY_MB = 1024
-"""An import that needs more memory than this, for an archive of a few MiB, counts as reached."""
+"""If the import of an archive of a few MiB needs more memory than this, the attack counts as successful."""
 
 
 async def run(options: AttackOptions) -> list[Outcome]:

@@ -30,7 +30,7 @@ class Deployment:
         self._programs = 0
 
     def mount(self, name: str, text: str) -> str:
-        """Write a file and return the argument of a `shell:` harness that is its path inside the sandbox."""
+        """Write a file on the host and return the placeholder by which a `shell:` harness mounts and names it."""
         self._programs += 1
         file = self.folder / "mounted" / str(self._programs) / name
         file.parent.mkdir(parents=True)
@@ -91,7 +91,7 @@ class Deployment:
 
 @contextlib.asynccontextmanager
 async def deploy(folder: Path, workers: int = 4) -> AsyncIterator[Deployment]:
-    """Run a service with its settings as they come; its database and temporary files are in `folder`."""
+    """Run a service with default settings; its database and temporary files are in `folder`."""
     with ExitStack() as stack:
         engine = EngineProcess(folder, "echo", delay=0.0)
         stack.callback(engine.stop)

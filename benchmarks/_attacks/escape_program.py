@@ -1,4 +1,5 @@
-"""The program inside of the sandbox for `escapes`: makes each attempt in a child process and prints a line of JSON.
+"""The attacking program of `escapes`, run inside the sandbox: makes each attempt in a child process, and prints its
+result as a line of JSON.
 
 Reads one JSON document from stdin: `attempts` (names to make) and what the host prepared. It knows more than an agent
 would: paths, process ids and ports of the host and of another sandbox.
@@ -183,7 +184,7 @@ def gain_capabilities() -> Result:
 
 
 def become_root() -> Result:
-    """Become the host's root by setuid(0), where this is not root of a container without rights already."""
+    """Become the host's root by setuid(0). A program that is user 0 already checks whether it has capabilities."""
     if os.getuid() == 0:
         ranges = Path("/proc/self/uid_map").read_text().split()
         with open("/proc/self/status") as file:
@@ -229,7 +230,7 @@ def raise_own_limits() -> Result:
 
 
 def run_from_memory() -> Result:
-    """Run a program that is in no file, and look whether the restrictions hold for it too."""
+    """Run a program from memory, and check whether the sandbox's restrictions hold for it too."""
     program = os.memfd_create("program")
     os.write(program, Path("/bin/cat").read_bytes())
     done = subprocess.run(
@@ -400,7 +401,7 @@ def signal_outside() -> Result:
 
 
 def kill_own_supervisor() -> Result:
-    """End the process that reports this program's exit status."""
+    """Signal the process that reports this program's exit status."""
     if GIVEN["own_system"]:
         return False, "it is the engine, outside"
     try:
@@ -411,7 +412,7 @@ def kill_own_supervisor() -> Result:
 
 
 def inherited_descriptors() -> Result:
-    """Find the pipe to the supervisor or its control socket among the descriptors."""
+    """Find open descriptors besides stdin, stdout and stderr, such as the supervisor's pipe or control socket."""
     found = {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in GIVEN["descriptors"]}
     return bool(found), f"{len(found)} besides stdin, stdout, stderr {found or ''}".strip()
 
@@ -560,7 +561,7 @@ ATTEMPTS: dict[str, Callable[[], Result]] = {
 
 
 def attempt(name: str) -> None:
-    """Make one attempt in a child of its own, which may be killed for it."""
+    """Make one attempt in a child process, which may be killed for it."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -45,7 +45,8 @@ HARMLESS = {
     ),
     *("write_host_file", "leave_a_daemon", "open_descriptors", "vsock", "raw_socket", "packet_socket"),
 }
-"""Attempts that are made in a `process` sandbox too, where they do no harm. Most succeed: they are real."""
+"""Attempts that are also made in a `process` sandbox, because they do no harm there. Most succeed, which shows that the
+attempts are real."""
 STOPPED_EVERYWHERE = {
     *("open_descriptors", "leave_a_daemon", "print_without_end", "make_polar_wait", "leave_what_cannot_be_removed"),
     *("fill_inodes", "fill_disk", "fill_unreadable_folder"),
@@ -54,7 +55,7 @@ SECONDS = 120.0
 
 
 class Host:
-    """What there is to reach on this machine: files, sockets, processes."""
+    """Files, sockets and processes of this machine that programs in a sandbox must not reach."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.token = secrets.token_hex(8)
@@ -163,7 +164,7 @@ class Escapes:
             self.judged("write_host_file", (self.host.folder / "written").exists(), "no file on the host")
 
     def judged(self, attack: str, reached: bool, got: str) -> None:
-        """Replace what the program inside reported by what is seen from outside."""
+        """Replace an attempt's outcome, as reported from inside, by one observed from outside."""
         self.outcomes = [one for one in self.outcomes if one.attack != attack]
         self.add(attack, reached, got)
 
@@ -232,7 +233,8 @@ class Escapes:
         await self.fill("fill_unreadable_folder", fill, f"chmod 700 h; {total_mb('h')}", most=300)
 
     async def fill(self, name: str, fill: str, measure: str, most: int) -> None:
-        """Fill something, then go on for some seconds. It is reached if more than `most` is kept."""
+        """Run the shell command `fill`, then wait for some seconds. The attack succeeds if the program runs on, and
+        the number that `measure` prints is larger than `most`."""
         async with self.sandbox() as sandbox:
             done = await sandbox.exec(["sh", "-c", f"({fill}); sleep 5; echo went on"], timeout=90)
             kept = await number(sandbox, measure)
@@ -241,7 +243,7 @@ class Escapes:
         self.add(name, kept > most and b"went on" in done.stdout, got)
 
     async def print_without_end(self) -> None:
-        """Print as much as possible: Polar keeps the end of it only."""
+        """Print 1.3 GB, of which Polar must keep only the end."""
         before = resident_mb()
         async with self.sandbox() as sandbox:
             done = await sandbox.exec(
@@ -321,7 +323,7 @@ class Escapes:
     # Honest counterparts
 
     async def honest_work(self) -> None:
-        """Use what the limits grant."""
+        """Use resources within the limits, which must work."""
         scripts = {
             "write_much": 'dd if=/dev/zero of=big bs=1M count=80 && dd if=/dev/zero of="$HOME/big" bs=1M count=60',
             "make_many_files": "mkdir many; i=0; while [ $i -lt 3000 ]; do : >many/f$i || exit 1; i=$((i+1)); done",

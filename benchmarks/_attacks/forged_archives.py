@@ -33,7 +33,8 @@ LOCAL = "local"
 
 @dataclass(frozen=True)
 class Forgery:
-    """One change of an archive: SQL on its database, or a function on its unpacked folder, or a way to zip it."""
+    """One change of an archive: SQL on its database (`sql`), a function on its unpacked folder (`change`), or another
+    way to zip it (`pack`)."""
 
     name: str
     sql: str = ""
@@ -42,13 +43,13 @@ class Forgery:
     own: bool = False
     """The archive is an export of the attacked database itself, with something added."""
     harmless: bool = False
-    """The archive may be imported, as long as nothing of what it attempts happens. Others must be refused."""
+    """Whether the archive may be imported, if the import has none of the attempted effects. Others must be refused."""
     control: bool = False
 
 
 @dataclass(frozen=True)
 class HonestArchives:
-    """Archives of two databases with a rollout each, and the attacked one of them."""
+    """Unchanged archives of two databases with one rollout each. `ours` is that of the attacked database."""
 
     theirs: Path
     ours: Path
@@ -56,7 +57,7 @@ class HonestArchives:
     """Folder of the attacked database."""
     rollout_id: str
     words: dict[str, str]
-    """The ids that the attacker knows, by their placeholder."""
+    """Placeholder in a forgery's SQL -> an id that the attacker knows."""
 
 
 async def make_honest_archives(folder: Path) -> HonestArchives:
@@ -142,7 +143,7 @@ async def _rows(store: Store) -> dict[str, set[str]]:
 
 
 async def _changes(store: Store, before: dict[str, set[str]], *, refused: bool = False) -> str | None:
-    """Return which stored rows are gone or changed; after a refusal also which are new."""
+    """Describe the first table that lost or changed rows, or after a refusal also gained some; None if no table did."""
     for table, rows in (await _rows(store)).items():
         if before[table] - rows or (refused and rows != before[table]):
             return f"rows of {table} changed"
@@ -187,7 +188,7 @@ def _database(change: Callable[[sqlite3.Connection], Any]) -> Callable[[Path], N
 
 
 def _zstd_bomb(connection: sqlite3.Connection) -> None:
-    """A message of one kilobyte that unpacks to 1 GiB."""
+    """Replace messages by data of one kilobyte that unpacks to 1 GiB."""
     compressor = zstandard.ZstdCompressor(level=3).compressobj(size=1 << 30)
     body = b"".join(compressor.compress(bytes(1 << 24)) for _ in range(64)) + compressor.flush()
     connection.execute(
@@ -225,7 +226,7 @@ def _link(archive: zipfile.ZipFile, unpacked: Path) -> None:
 
 
 def _artifact_bomb(archive: zipfile.ZipFile, unpacked: Path) -> None:
-    """3 GiB of zeros in 3 MB, under their right name."""
+    """Add an artifact of 3 GiB of zeros, 3 MB in the archive, whose name is its correct hash."""
     digest, chunk = hashlib.sha256(), bytes(1 << 24)
     for _ in range(192):
         digest.update(chunk)

@@ -1,11 +1,11 @@
 """What one client of a shared gateway can do to the others: exhaust it, confuse it, or pass for somebody else.
 
-An attack is reached if an honest session meanwhile gets a wrong answer or a p99 of 250 ms or more, if the gateway's
+An attack succeeds if an honest session meanwhile gets a wrong answer or a p99 of 250 ms or more, if the gateway's
 memory grows by more than 1 GiB, or if the attacker gets an answer that it must not get.
 
 Attacker, gateway, engine and honest session share the processors of one machine. So the longest stall of the gateway's
-event loop is reported too, and an attack with such a p99 is repeated against a server that only reads and drops: the
-wait there is the machine's.
+event loop is reported too, and an attack with such a p99 is repeated against a server that only reads and drops, whose
+p99 shows how long the honest session waits for the machine alone.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ SECONDS = 2.5
 
 @dataclass(frozen=True)
 class Reaction:
-    """What the attacker of one abuse got, and what the others got meanwhile."""
+    """The effects of one abuse: what the attacker got, and how the honest session and the gateway did meanwhile."""
 
     abuse: Abuse
     fault: bool
     got: str
     requests: int
-    """Answers to the honest session."""
+    """Number of answers to the honest session."""
     faults: Sequence[str]
-    """What was wrong with them."""
+    """Descriptions of the wrong ones among these answers."""
     p99: float
-    """Seconds."""
+    """99th percentile of the honest session's latency, in seconds."""
     stall: Stall
-    """The longest one of the gateway's event loop."""
+    """The longest stall of the gateway's event loop."""
     grown_mb: float
 
     @property
@@ -139,7 +139,7 @@ def p99_of(requests: Sequence[tuple[float, float, str | None]]) -> float:
 
 
 def judge(reaction: Reaction, limit: float, bare: float | None) -> Outcome:
-    """`limit`: p99 in seconds from which the honest session counts as slow. `bare`: that at a bare server."""
+    """`limit`: p99 in seconds from which the honest session counts as slow. `bare`: p99 in seconds at a bare server."""
     line = describe(reaction, bare)
     if reaction.abuse.control:
         return Outcome(reaction.abuse.name, FAMILY, WHERE, not reaction.fault, line, control=True)

@@ -1,5 +1,5 @@
-"""The abuses of `gateway.py` and their honest controls. Each returns whether the attacker got what it must not get, and
-one line about what it got."""
+"""The abuses of `gateway.py` and their honest controls. Each returns whether the attacker got something that it must
+not get, and one line about what it got."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def control(function: Callable[[Attacker], Awaitable[Result]]) -> Callable[[Atta
 
 
 def only(found: Counter[int], *allowed: int) -> Result:
-    """Judge statuses: all others than the allowed ones are faults."""
+    """Judge counts of statuses: every status that is not allowed is a fault."""
     line = ", ".join(f"{count} x {status or 'closed'}" for status, count in sorted(found.items()))
     return bool(set(found) - set(allowed)), line
 
 
 def refused(found: Counter[int]) -> Result:
-    """Judge statuses: only refusals are allowed."""
+    """Judge counts of statuses: only 4xx and closed connections are allowed."""
     return only(found, CLOSED, *range(400, 500))
 
 
 def bodies(name: str, make: Callable[[], Iterable[bytes]], allowed: tuple[int, ...] = (), together: int = 16) -> None:
-    """Add an abuse that sends whole bodies to the chat route; all must be refused, or get one of `allowed`."""
+    """Add an abuse that sends whole bodies to the chat route. All must be refused, or get an `allowed` status."""
 
     async def run(attacker: Attacker) -> Result:
         messages = (attacker.request(body) for body in make())
@@ -68,7 +68,7 @@ def bodies(name: str, make: Callable[[], Iterable[bytes]], allowed: tuple[int, .
 
 
 def messages(name: str, make: Callable[[Attacker], Iterable[bytes]], allowed: tuple[int, ...] = ()) -> None:
-    """Add an abuse that sends raw bytes; all must be refused, or get one of `allowed`."""
+    """Add an abuse that sends raw bytes. All must be refused, or get an `allowed` status."""
 
     async def run(attacker: Attacker) -> Result:
         return only(await attacker.statuses(make(attacker)), CLOSED, *range(400, 500), *allowed)

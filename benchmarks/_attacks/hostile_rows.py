@@ -25,7 +25,7 @@ from polar_proxy.store import open_store
 from polar_proxy.tasks import TaskList, get_source
 
 Attack = tuple[str, str, bool, Callable[[Path, Path], Awaitable[tuple[bool, str]]]]
-"""name, where, whether it is a control, and the attack: (folder, marker) -> (reached, got)"""
+"""Name, kind (`Outcome.where`), whether it is a control, and the attack: (folder, marker) -> (succeeded, result)."""
 MARKER = "<marker>"
 HARBOR = Path(__file__).parents[2] / "examples" / "tasks" / "harbor" / "running-mean"
 
@@ -100,7 +100,7 @@ def row_attacks(rows: Iterable[tuple[str, dict[str, Any], bool]]) -> list[Attack
 
 
 async def _read(source: Path, code: AllowedCode = NO_CODE) -> tuple[bool, str]:
-    """Read the tasks, and fetch their repositories. Reached if one of them is accepted."""
+    """Read the tasks and fetch their repositories. Return whether a task was accepted, and the result as text."""
     try:
         found = get_source(str(source), code)
         assert isinstance(found, TaskList)

@@ -22,9 +22,9 @@ class Outcome:
     got: str
     """One line for a reader: the status, reward, signs or error."""
     control: bool = False
-    """An honest counterpart, which must be reached: otherwise the defence would also stop honest work."""
+    """True for an honest counterpart, which must succeed, because a defence must not stop honest work."""
     expected: bool = False
-    """Known and documented to succeed, for example in a `process` sandbox."""
+    """True if the attack is documented to succeed, for example in a `process` sandbox."""
 
     @property
     def pays(self) -> bool:

@@ -1,8 +1,8 @@
 """Patches that want a reward for nothing (`reward_patches`), each against every kind of task in every sandbox.
 
-Each patch is made by a script in a sandbox of the agent's, read from there as after a rollout, and scored by the
-function that scores rollouts. Every result but the reward 0 counts as reached: an attack that turns a failure into no
-reward at all takes it out of the baseline, and so pays, too.
+Each patch is made by a script in an agent's sandbox, read from there as after a rollout, and scored by the function
+that scores rollouts. An attack succeeds unless the reward is 0. A result without a reward counts as success, because it
+takes a failure out of the baseline.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from sandboxes.base import SandboxKind
 
 FAMILY = "escapes"
 PREFIX = "rollout_"
-"""Of the names of these attacks: `escapes` makes some of them in a bare sandbox, too."""
+"""Prefix of these attacks' names, because `escapes` makes some of them in a bare sandbox, too."""
 ATTACKS = (
     *("internet", "host_loopback", "names", "engine", "docker_socket", "past_its_recorder", "other_session"),
     *("other_key", "other_files", "other_processes", "database", "admin_api", "admin_key", "metrics", "hidden_tests"),
@@ -79,7 +79,7 @@ async def answer_connections(sockets: dict[str, socket.socket]) -> None:
 
 
 class AgentAttacks:
-    """All attempts in one kind of sandbox."""
+    """Makes all attempts in one kind of sandbox, and collects their outcomes."""
 
     def __init__(self, kind: SandboxKind, deployed: Deployment, known: dict[str, Any], unlisted: Path) -> None:
         self.kind, self.deployed, self.known, self.host_folder = kind, deployed, known, unlisted

@@ -16,7 +16,7 @@ BEGIN, END = "<!-- attacks: begin (benchmarks/attacks.py --write) -->", "<!-- at
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return one row for each family and place, with counts."""
+    """Return a table of counts with a row for each family and `where`."""
     rows = [["family", "where", "attacks", "stopped", "known to succeed", "**pay**", "honest controls that work"]]
     for family_name in dict.fromkeys(one.family for one in outcomes):
         own = [one for one in outcomes if one.family == family_name]
@@ -33,7 +33,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def family(outcomes: Sequence[Outcome], name: str) -> str:
-    """Return one row for each attack of a family, with a column for each place."""
+    """Return a table with a row for each attack of a family, and a column for each `where`."""
     own = [one for one in outcomes if one.family == name]
     places = list(dict.fromkeys(one.where for one in own))
     found = {(one.attack, one.where): one for one in own}

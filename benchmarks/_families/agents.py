@@ -25,7 +25,7 @@ from polar_proxy.conformance.runner import choose_kind
 from polar_proxy.types import Json, PromptMode
 
 CONTEXT = 131_072
-"""Tokens. The tokenizer of the small model needs twice as many for an agent's prompt as those of real models."""
+"""Context length in tokens. For an agent's prompt, the small model's tokenizer needs twice the tokens of a real one."""
 _AT_ONCE = 2
 _PATIENCE = 4.0
 

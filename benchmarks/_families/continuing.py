@@ -1,13 +1,12 @@
 """Run conversations through Polar's PromptBuilder over one chat template, and compare each prompt with an oracle.
 
 The oracle knows nothing of how the builder works. Every text of a conversation ends in a word that occurs once. The
-answer that a model would sample is what the template itself writes for it, up to the first stop token, cut into other
-tokens than the tokenizer's. A continued prompt is right if
+"sampled" answer is the text that the template writes for the answer, up to the first stop token, split into other
+tokens than the tokenizer would choose. A continued prompt is right if
 
-* it is the prompt and the answer of the turn before, followed by the tokens of what the template writes after that
-  answer, and
-* before the last answer it holds the words of all messages that are not answers, as often and in the same order as the
-  template's rendering of the whole conversation, and the same text before the first of them.
+* it is the previous prompt and answer, followed by the tokens of what the template writes after that answer, and
+* up to the last answer it has the same text before the first of these words, and the same words in the same order and
+  number, as the template's rendering of the whole conversation. Words of answers are not compared.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ class TurnResult:
 
 @dataclass(slots=True)
 class FamilyResult:
-    """What became of one template."""
+    """How many turns of the conversations over one template were continued, and whether rightly."""
 
     name: str
     conversation: str = "none"
-    """The richest conversation that the template renders: parallel calls, single calls, text."""
+    """The richest kind of conversation that the template renders: with parallel calls, with single calls, or text."""
     turns: list[TurnResult] = field(default_factory=list)
     cases: dict[str, list[TurnResult]] = field(default_factory=dict)
 
@@ -103,7 +102,8 @@ SYSTEM = Message("system", "Be brief. wordsystem0x")
 
 
 def full_conversation(opening: Sequence[Message] = (SYSTEM,), *, first_arguments: str | None = None) -> list[Message]:
-    """Seven calls: after a user message; tool; two tools; tool; user; tool."""
+    """Return a conversation with seven answers: to two user messages, a tool result, two results, a result, a user
+    message, and a result."""
     one, two, three, four = calls(2, arguments=first_arguments), calls(3, 2), calls(4), calls(6)
     return [
         *opening,
@@ -165,7 +165,8 @@ class FamilyRun:
         return True
 
     def _cases(self, messages: list[Message]) -> list[tuple[str, list[Message]]]:
-        """Return more conversations of the same gateway, each with one thing that templates treat specially."""
+        """Return (name, conversation) pairs for the same gateway: variants with one property that some templates treat
+        specially, and the unchanged conversation again."""
         start = next(place for place, message in enumerate(messages) if message.role == "user")
         system, rest = messages[:start], messages[start:]
         second = answer_places(messages)[1] - 1
@@ -208,7 +209,7 @@ class FamilyRun:
         return ChatRequest("m", tuple(messages), tools=tuple(self._tools))
 
     async def continue_all(self, messages: Sequence[Message]) -> list[TurnResult]:
-        """Run one session: the first call is rendered by the engine, each other one is continued if Polar can."""
+        """Run one session: the engine renders the first prompt; Polar continues each later one if it can."""
         self._number += 1
         session = SessionState(f"session{self._number}", {})
         places = answer_places(messages)
@@ -244,7 +245,7 @@ class FamilyRun:
     def _sampled(
         self, before: Sequence[Message], answer: Message, request: ChatRequest, rendered: str
     ) -> tuple[list[int], list[int]]:
-        """Return the ids that a model samples for this answer, and those that the template writes after them."""
+        """Return the token ids that a model samples for this answer, and those that the template writes after it."""
         encode = self._engine.encode_text
         start = self._opened(before, rendered)
         end, following = self._extent(answer, request, rendered)
@@ -257,7 +258,7 @@ class FamilyRun:
         return [*sampled, written[0]], written[1:]
 
     def _extent(self, answer: Message, request: ChatRequest, rendered: str) -> tuple[int, int]:
-        """Return the end of the answer's own text, without and with its stop token."""
+        """Return two positions in `rendered`: the end of the answer's text, and the end of its stop token."""
         tokens = [re.escape(stop) for stop in self._engine.family.stops]
         earlier = request.messages[: len(request.messages) - _new_count(request.messages)]
         own = _WORD.findall(str(answer.content) + "".join(call.arguments for call in answer.tool_calls))
@@ -275,7 +276,8 @@ class FamilyRun:
         return (found.start(), found.end()) if found else (start, start)
 
     def _opened(self, before: Sequence[Message], rendered: str) -> int:
-        """Return where the answer to `before` begins: after the last word of `before` and what opens an answer."""
+        """Return the position in `rendered` at which the answer to `before` begins: after the last word of `before`,
+        and after the text with which the template opens an answer."""
         opened = self._engine.text(self._request(before))
         words = [word for word in _WORD.findall(opened) if word in rendered]
         if not words:
@@ -320,11 +322,11 @@ def _new_count(messages: Sequence[Message]) -> int:
 
 
 def _asked(shown: str) -> list[str]:
-    """Return the words of all messages that are not answers."""
+    """Return the words of a rendered text that come from messages other than answers."""
     return [word for word in _WORD.findall(shown) if not word.startswith(("wordtext", "wordcall", "wordthink"))]
 
 
 def _split(shown: str, control_tokens: Sequence[str]) -> list[str]:
-    """Return a text as single characters and control tokens."""
+    """Split a text into control tokens and, everywhere else, single characters."""
     tokens = "|".join(re.escape(token) for token in sorted(control_tokens, key=len, reverse=True))
     return [part for part in re.findall(f"{tokens}|.", shown, flags=re.DOTALL) if part]

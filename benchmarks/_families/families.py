@@ -39,13 +39,13 @@ class Family:
     """Tokens at which the model stops; the first is `eos_token`."""
     bos: str
     written: str = ""
-    """What the template writes after an answer without calls in place of the first stop token."""
+    """Text that the template writes after an answer without calls, if it is not the first stop token."""
     options: dict[str, str] = field(default_factory=dict)
-    """Template options without which the template renders nothing."""
+    """Options that the template requires."""
 
     @property
     def token_suffix(self) -> str:
-        """The suffix of each control token and tag, which the template puts in place of `{}` (Hy3)."""
+        """The suffix that Hy3's template writes for `{}` in each control token and tag; empty for other templates."""
         found = _SUFFIX.search(self.template)
         return found[1] if found else ""
 
@@ -63,7 +63,7 @@ class Family:
 
     @property
     def whole(self) -> re.Pattern[str]:
-        """Matches each control token and tag."""
+        """Pattern that matches one control token or tag."""
         tokens = sorted([*self.control_tokens, *self.tags], key=len, reverse=True)
         return re.compile("(" + "|".join(map(re.escape, tokens)) + ")")
 

@@ -35,7 +35,7 @@ from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, EngineRequest, Json, ToolCall
 
 _TOLERANCE = 1e-3
-"""Nats."""
+"""Largest difference of two equal log-probabilities, in nats."""
 _STRICT: Json = {
     "tools": [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
 }
@@ -47,7 +47,7 @@ REQUESTS: dict[str, Json] = {
     "required": {"tool_choice": "required"},
     "named": {"tool_choice": {"type": "function", "function": {"name": "look"}}},
 }
-"""Fields that are added to a request with tools, which may call them (`tool_choice: auto`)."""
+"""Name of a kind of request -> fields that are added to a request with tools, whose default is `tool_choice: auto`."""
 
 Sampled = Literal["free", "grammar", "refused"]
 """`refused`: vLLM's grammar forbids the form in which the template writes a call."""
@@ -60,13 +60,13 @@ class GrammarRow:
     family: str
     request: str
     chat_route: Sampled
-    """What vLLM does if the request is sent to it directly."""
+    """How vLLM's chat route samples the answer if the request is sent to it directly."""
     calls: tuple[tuple[str, Sampled, bool], ...]
     """The recorded calls: prompt mode, how the answer was sampled, and whether it was recorded as constrained."""
 
     @property
     def right(self) -> bool:
-        """Whether each sampled answer was recorded as it was sampled."""
+        """Whether exactly the answers that were sampled under a grammar were recorded as constrained."""
         return all(
             (sampled == "grammar") == constrained for _, sampled, constrained in self.calls if sampled != "refused"
         )

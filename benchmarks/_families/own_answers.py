@@ -18,16 +18,17 @@ from polar_proxy.sequences import equal_start
 from polar_proxy.types import ChatRequest, Message
 
 CUT_EVERY = 8
-"""Average distance, in characters, of the places where an answer is split otherwise than by the tokenizer."""
+"""Average number of characters between the random splits of an answer, which make its tokens differ from those of the
+tokenizer."""
 _NEXT = "polarnextmessage"
 
 
 @dataclass(frozen=True, slots=True)
 class OwnAnswer:
     reply: ScriptedReply
-    """The part of the reply that the template can show."""
+    """The part of the planned reply that the template can show."""
     text: str
-    """With the stop token."""
+    """The answer as the template writes it, with the stop token."""
     ids: tuple[int, ...]
 
 
@@ -58,7 +59,8 @@ class AnswerWriter:
         raise RequestError(f"The template of {self._engine.family.name} shows no answer like {reply}.")
 
     def _written(self, request: ChatRequest, reply: ScriptedReply, opened: str) -> tuple[str, int] | None:
-        """Return the answer as the template writes it, and where it begins; None if the template does not show all."""
+        """Return the answer as the template writes it, and the position at which it begins; None if the template leaves
+        out a part of the reply."""
         try:
             whole = self._engine.text(_followed(request, _message(reply)), generation=False)
         except RequestError:
@@ -73,7 +75,7 @@ class AnswerWriter:
         return text + self._stop(request, reply, whole, stop), start
 
     def _difference(self, opened: str, whole: str) -> int:
-        """Return where the texts begin to differ; a control token is not cut."""
+        """Return the position from which the texts differ: the start of a control token if they differ inside one."""
         end = equal_start(opened, whole)
         for found in self._engine.family.whole.finditer(whole):
             if found.start() < end < found.end():
@@ -99,7 +101,8 @@ class AnswerWriter:
 
 
 def _forms(reply: ScriptedReply) -> list[ScriptedReply]:
-    """Return the reply, and then less and less of it."""
+    """Return the reply and variants that templates may show instead: with and without reasoning, without text beside
+    the calls, with the first call only."""
     out = [reply, replace(reply, reasoning=reply.reasoning or "Hm."), replace(reply, reasoning="")]
     if reply.calls:
         out += [replace(each, text="") for each in out]

@@ -63,7 +63,7 @@ PLAN: tuple[tuple[str, ScriptedReply], ...] = (
     ("Again, please.", ScriptedReply("Once more.", "Again.", (_call(8, path="a.txt"), _call(9, "list_files")))),
     ("", ScriptedReply("That is all.", "Done.")),
 )
-"""What the user says, or nothing if the results of tools are sent, and the model's answer."""
+"""(the user's text; empty for a request that sends tool results, the model's answer)"""
 SYSTEM: Json = {"role": "system", "content": "You are terse."}
 
 
@@ -131,7 +131,7 @@ class Agent:
             self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
     def _again(self, call: Json) -> Json:
-        """Return a call with its arguments serialised again."""
+        """Return a tool call with its arguments parsed, and serialised in another form, as agents send them back."""
         try:
             value = json.loads(call["function"]["arguments"])
         except ValueError:

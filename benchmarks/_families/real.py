@@ -54,22 +54,22 @@ class SessionResult:
     stream: bool
     continued: int = 0
     read: int = 0
-    """Answers that the agent received as planned."""
+    """Number of answers that the agent received as planned."""
     misread: int = 0
-    """Answers that vLLM's own chat route gives otherwise than planned."""
+    """Number of answers that vLLM's own chat route returns differently than planned."""
     differences: list[str] = field(default_factory=list)
-    """Answers that the agent received otherwise than planned, or than the chat route gives them."""
+    """Descriptions of the answers that the agent received differently than planned, or than the chat route returns."""
     splits: int | None = 0
-    """None if nothing can be trained."""
+    """Number of traces beyond one; None if nothing can be trained."""
     largest: float | None = None
-    """The largest difference between a recorded log-probability and the one of the trace's ids (nats)."""
+    """The largest difference, in nats, between a recorded log-probability and a new one of the same trace."""
     reasons: dict[str, int] = field(default_factory=dict)
     """Why calls other than the first were not continued."""
 
 
 @dataclass(slots=True)
 class ServedResult:
-    """What became of one family."""
+    """The result of serving one family."""
 
     name: str
     template: str
@@ -210,7 +210,7 @@ async def play(
 
 
 async def _given_by_chat(direct: httpx.AsyncClient, body: Json) -> ReceivedAnswer | str:
-    """Return the same answer as vLLM's chat route gives it, or the text of its refusal."""
+    """Send the request to vLLM's own chat route, and return its answer or, if it refuses, the error's text."""
     try:
         return ReceivedAnswer.of_choice(await ask(direct, body))
     except httpx.HTTPStatusError as error:

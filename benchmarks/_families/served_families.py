@@ -21,11 +21,11 @@ class ServedFamily:
     left_out: str = ""
     """Pattern of text that the template writes in an answer and that the grammar of the server's parser forbids."""
     always_reasons: bool = False
-    """The server's parser takes text for reasoning until reasoning ends, as this model always reasons."""
+    """True if the server's parser expects every answer to begin with reasoning, as the real model's answers do."""
     architecture: Architecture = "qwen3"
-    """Another one is needed where vLLM renders or parses only for a model of its family."""
+    """Architecture of the small model. vLLM has its own rendering or parsing for some architectures."""
     names_parsers: bool = False
-    """Polar is given the names of the server's parsers (`engine.vllm_parsers`)."""
+    """Whether Polar's setting `engine.vllm_parsers` names the server's parsers."""
     more_flags: tuple[str, ...] = ()
     """Further flags of `vllm serve`."""
     note: str = ""

@@ -27,7 +27,7 @@ def make_tokenizer(family: Family) -> Tokenizer:
 
 
 class TemplateEngine(Engine):
-    """It renders and encodes; it samples nothing."""
+    """An engine that renders and encodes conversations, but samples nothing."""
 
     def __init__(self, family: Family, tokenizer: Tokenizer | None = None) -> None:
         """`tokenizer`: by default that of `make_tokenizer`."""

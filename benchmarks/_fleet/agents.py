@@ -1,7 +1,7 @@
 """Modelled rollouts: the turns of an agent and the cost of its sandboxes, all drawn from one seed.
 
-The parameters are round figures of the order of real coding agents, with heavy-tailed turns, answers and commands. They
-are assumptions; `benchmarks/fleet.py --json` prints them with the results.
+The parameters are round figures in the range of real coding agents; the numbers of turns, the answers and the durations
+of commands have heavy tails. They are assumptions; `benchmarks/fleet.py --json` prints them with the results.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AgentModel:
     """Seconds of scoring."""
     open_mb: int = 60
     run_mb: int = 400
-    """Memory of an open sandbox, and of one in which an agent or tests run."""
+    """MB that a sandbox in which an agent or tests run needs; `open_mb`: MB of any other open sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class MemoryUse:
 
 
 class ModelSandbox:
-    """The part of a sandbox that a pool uses."""
+    """A modelled sandbox, with the methods that a pool calls."""
 
     def __init__(self, model: AgentModel, memory: MemoryUse) -> None:
         self._model = model

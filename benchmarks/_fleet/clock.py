@@ -1,4 +1,4 @@
-"""An event loop with a virtual clock, which jumps to the next timer when nothing else is to do.
+"""An event loop with a virtual clock, which jumps to the next timer when all tasks wait.
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner: runner.run(main())
 
@@ -39,7 +39,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    """Advances the clock instead of waiting for the next timer."""
+    """A selector that advances the virtual clock to the next timer instead of waiting for it."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()

@@ -41,11 +41,11 @@ class Request:
     rollout: str
     group: str
     common: int
-    """Tokens of the prefix of all rollouts."""
+    """Prompt tokens of the prefix that all rollouts share."""
     shared: int
-    """Tokens of the group's prefix after that."""
+    """Prompt tokens after this prefix that the rollouts of the group share."""
     own: int
-    """Tokens of the rollout's own conversation."""
+    """Prompt tokens after these: the rollout's own conversation."""
     output: int
     done: asyncio.Future[None]
     to_prefill: float = 0.0
@@ -61,10 +61,10 @@ class EngineCount:
     busy: float = 0.0
     """Seconds with at least one request in the batch."""
     batch: float = 0.0
-    """Integral of the batch over time."""
+    """Integral of the batch size over time: requests x seconds."""
     prefilling: float = 0.0
     held: float = 0.0
-    """Integral of the share of the cache that requests hold over time."""
+    """Integral over time of the share of the cache (0 to 1) that requests hold."""
     prompt_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
@@ -89,7 +89,7 @@ class Engine:
         self._decoding = 0
         self._numbers = itertools.count()
         self._level = 0.0
-        """Tokens that a request decoding from the start would have received."""
+        """Number of tokens that a request would have received if it had been decoding since the start."""
         self._held = 0
         self._groups: Counter[str] = Counter()
         self._cached: OrderedDict[str, int] = OrderedDict()
@@ -258,8 +258,8 @@ class Engine:
 class Fleet:
     """Several engines with prefix-aware routing.
 
-    A rollout goes to the engine of its group unless that has a quarter more rollouts than its share, otherwise to the
-    one with the fewest. It stays there.
+    A rollout goes to the engine of its group. If that has a quarter more rollouts than its share, it goes to the engine
+    with the fewest. It stays on its engine.
     """
 
     def __init__(self, count: int, model: EngineModel, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,7 +1,7 @@
 """An in-memory queue with the methods of `polar_proxy.store` that the worker calls, without a database.
 
-For fleets in which the real queue would dominate the run time. `tests/rollouts/test_fleet.py` checks that both give the
-same figures.
+For fleets in which the real queue would dominate the run time. `tests/rollouts/test_fleet.py` checks that both queues
+give the same figures.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class MemoryQueue:
         return moved
 
     def _unstarted(self, group: _Group) -> Iterator[_Rollout]:
-        """Yield the rollouts that have not started, of other groups of the same task."""
+        """Yield the rollouts of other open groups of the same task that have not started."""
         for other in self._of_task[group.task_id]:
             if other is not group and other.status == "open":
                 yield from (one for one in other.rollouts if one.status == "queued" and one.claimed_by is None)

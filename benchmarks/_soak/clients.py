@@ -1,6 +1,6 @@
 """The clients of `benchmarks/soak.py`: agents that sometimes break off, repeat a call or send nonsense.
 
-Each counts what it must find in the store afterwards, independently of Polar.
+Each counts the calls that must be in the store afterwards, independently of Polar.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _CHARACTERS_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """A session: one conversation of `turns` calls. Lengths are in tokens."""
+    """The lengths of a session: one conversation of `turns` calls."""
 
     first: int
-    """Prompt of the first call."""
+    """Tokens of the first call's prompt."""
     added: int
-    """Each later message of the user."""
+    """Tokens of each later user message."""
     tokens: int
-    """Each answer."""
+    """Tokens of each answer."""
     turns: int
 
     @property
@@ -42,19 +42,20 @@ class Shape:
 
 @dataclass
 class SoakCounts:
-    """What the clients saw."""
+    """Counts and latencies as the clients observed them."""
 
     sent: int = 0
-    """Complete requests; not those with half a body or without valid JSON."""
+    """Number of complete requests with valid JSON."""
     answered: list[str] = field(default_factory=list)
-    """Call ids of the complete answers; that of a repeated call once."""
+    """Call ids of the complete answers; the id of a repeated call once."""
     finished: list[tuple[float, float]] = field(default_factory=list)
-    """Moment and latency of each complete answer, in seconds."""
+    """(time, latency) of each complete answer, in seconds."""
     habits: Counter[str] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
-    """Error answers to complete requests, by status."""
+    """Number of error answers to complete requests, by status."""
     wrong: list[str] = field(default_factory=list)
-    """Answers that must not be: another call for a repeated request, no refusal of a malformed one, no answer."""
+    """Descriptions of wrong behaviour: a repeated request that got the answer of another call, a malformed request that
+    was not refused, a request without an answer."""
     open: int = 0
     most_open: int = 0
 

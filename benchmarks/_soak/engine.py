@@ -32,7 +32,7 @@ PER_CHUNK = 4
 
 
 class SoakAnswers:
-    """Answers to every turn of a conversation, by whether they are streamed."""
+    """Prepared answers to every turn of a conversation, streamed (key True) and whole (key False)."""
 
     def __init__(self, shape: Shape) -> None:
         ids = [(31 * position) % 2000 + 100 for position in range(shape.tokens - 1)] + [END_OF_TURN]
@@ -47,7 +47,7 @@ class SoakAnswers:
 
 
 class SoakUpstream(Upstream):
-    """One connection. Of the answers to agents, the share `faults` fails in one of several ways or is slow."""
+    """One connection to the engine. A share `faults` of the answers to agents is an error, broken off or slow."""
 
     def __init__(self, fake: FakeVllm, answers: SoakAnswers, faults: float, chance: random.Random) -> None:
         super().__init__(fake, {})

@@ -1,4 +1,4 @@
-"""A leak for the test of `benchmarks/soak.py`: with it, the soak must fail."""
+"""A memory leak for the test of `benchmarks/soak.py`: a run with this leak must fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from polar_proxy.types import CallRecord
 
 
 def leak(size: int) -> None:
-    """Let the gateways of this process keep `size` bytes with each call."""
+    """Make the gateways of this process leak `size` bytes with each call."""
     kept: list[bytes] = []
     count = GatewayMetrics.count
 

@@ -39,7 +39,7 @@ class Sample:
     commits: dict[float, float]
     """Cumulative counts of commits by upper bound in seconds."""
     lost: float
-    """Calls that the server says it answered without recording them."""
+    """Number of calls answered without being recorded, from the server's metrics."""
 
 
 class Observer:
@@ -52,7 +52,7 @@ class Observer:
         self._began = time.monotonic()
         self.samples: list[Sample] = []
         self.problem: str | None = None
-        """Why the last try to take a sample failed, if it did."""
+        """Why the last sample could not be taken; None if it was taken."""
 
     async def run(self, seconds: float) -> None:
         while True:
@@ -60,7 +60,7 @@ class Observer:
             await asyncio.sleep(seconds)
 
     async def observe(self) -> None:
-        """Take a sample, unless the server does not answer."""
+        """Take a sample; if the server does not answer, set `problem` instead."""
         try:
             self.samples.append(await asyncio.to_thread(self._sample))
             self.problem = None

@@ -1,4 +1,4 @@
-"""Answers of the benchmark's engine in vLLM's format, as bytes with holes for the parts that differ between calls."""
+"""Prepared answers of the benchmark's engine in vLLM's format, with a gap for the prompt ids, which differ by call."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def _entry(token: int) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class CannedAnswer:
-    """An HTTP answer around a hole for prompt ids."""
+    """The bytes of an HTTP answer before and after the prompt ids."""
 
     before: bytes
     after: bytes
     framed: bool
-    """The hole is inside an HTTP chunk or body whose length must be given: `before` has two more holes for it."""
+    """True if the prompt ids are inside an HTTP chunk or body, whose length must be sent before it: `before` then has
+    this length without the ids between two NUL bytes."""
 
     def bytes(self, ids: bytes) -> list[bytes]:
         if not self.framed:
@@ -52,7 +53,7 @@ class CannedAnswer:
 
 
 def _canned(head: bytes, raw: bytes, size: int) -> CannedAnswer:
-    """Split `raw`, which follows its length in an HTTP head or chunk, at its hole."""
+    """Split `raw`, which follows its length (`size`) in an HTTP head or chunk, at the place of the prompt ids."""
     before, after = raw.split(_HOLE.encode())
     return CannedAnswer(head + b"\0%d\0" % (size - len(_HOLE)) + before, after, True)
 
@@ -69,7 +70,7 @@ def _whole(body: dict[str, Any]) -> CannedAnswer:
 
 
 def _streamed(chunks: list[dict[str, Any]]) -> CannedAnswer:
-    """Return one HTTP chunk per event, as uvicorn sends them. The hole is in the first."""
+    """Return one HTTP chunk per event, as uvicorn sends them. The prompt ids are in the first event."""
     events = [b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n" for chunk in chunks]
     first, *rest = [*events, b"data: [DONE]\n\n"]
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -81,10 +82,10 @@ def _streamed(chunks: list[dict[str, Any]]) -> CannedAnswer:
 
 @dataclass(frozen=True)
 class Answers:
-    """All answers of one length."""
+    """All answers of one length. Keys are whether the answer is streamed."""
 
     chat: dict[bool, CannedAnswer]
-    """The answer to a single chat, by whether it is streamed."""
+    """The answer to a single chat."""
     turns: list[dict[bool, CannedAnswer]]
     """The answer to each turn of a conversation on the chat route."""
     exact: dict[bool, CannedAnswer]

@@ -3,8 +3,8 @@
     python -m benchmarks._stacks.bandit_run FOLDER MODEL SEED STEPS
 
 Engine, store, jobs, feed, leases, trainer, checkpoints, weight sync and recovery are Polar's own; only the agent is
-replaced by one call of a few tokens (`tests/training/bandit.py`). The names of the points of the loop that are passed
-go to FOLDER/points, one per line.
+replaced by one call of a few tokens (`tests/training/bandit.py`). Whenever the training loop passes one of its named
+points, the name is appended to FOLDER/points as a line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The control of a gateway under attack: a server that answers an honest session, and reads and drops all else.
 
-How long the honest session waits here is the machine's share: the attacker, the server and the honest process have to
-take turns on its processors, whatever the server does.
+The latency of the honest session at this server is due to the machine alone: the attacker, the server and the honest
+process share its processors, whatever the server does.
 
     python -m benchmarks._stacks.bare_server PORT
 """

@@ -27,7 +27,10 @@ def python_inside() -> str:
 
 
 def usable_sandboxes(names: str | None) -> tuple[list[SandboxKind], dict[str, str]]:
-    """Return the kinds of sandbox to use, and the reasons against the others. Raises ValueError for an unusable one."""
+    """Return the kinds of sandbox to use, and for each kind that does not work here the reason.
+
+    `names`: a comma-separated list; None: all that work. Raises ValueError for a name of a kind that does not work.
+    """
     usable = {item.kind: item for item in available()}
     kinds: list[SandboxKind] = [kind for kind, item in usable.items() if item.ok]
     missing = {kind: item.why_not for kind, item in usable.items() if not item.ok}

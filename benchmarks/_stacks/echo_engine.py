@@ -1,4 +1,4 @@
-"""An engine to be killed: the scripted server of the tests in its own process, which repeats the word of the request.
+"""An engine for chaos tests: the tests' scripted server in its own process. Its answer repeats the request's word.
 
 python -m benchmarks._stacks.echo_engine --port 8000 --delay 0.05
 """
@@ -17,18 +17,18 @@ from tests.fakes.engine_server import Json
 from tests.fakes.vllm_server import Answer, FakeVllm, error, text_of
 
 LONG = 1 << 18
-"""Bytes of the longest request that is answered."""
+"""Maximum size, in bytes, of a request that is answered."""
 NONCE = re.compile(r"nonce-[0-9a-f]{12}-[0-9]+")
 
 
 @dataclass
 class EchoEngine(FakeVllm):
-    """A scripted engine that delays only the answers to agents, and not the requests of a service that starts."""
+    """A scripted engine that delays answers to agents, but not the answers to a service's requests at its start."""
 
     pause: float = 0.0
 
     def refusal(self, path: str, body: Json) -> Json | None:
-        """Refuse a long text before it becomes a list of tokens, because meanwhile nobody else would be answered."""
+        """Refuse a long text before it is tokenised, because tokenising it would delay all other answers."""
         texts = [message.get("content") for message in body.get("messages") or ()]
         if any(isinstance(text, str) and len(text) >= self.context_length for text in texts):
             return too_long()
@@ -50,7 +50,7 @@ def words(body: Json) -> list[str]:
 
 @web.middleware
 async def refuse_long_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse long requests without reading them, because a Python process that reads them answers nobody else."""
+    """Refuse long requests without reading them, because reading them would delay all other answers."""
     if (request.content_length or 0) <= LONG:
         return await handler(request)
     return web.json_response(too_long(), status=400)

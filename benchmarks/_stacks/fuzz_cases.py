@@ -25,7 +25,7 @@ from tests.gateway.random_bodies import (
 
 _METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD")
 _SECONDS = ("timeout", "wait", "seconds", "timeout_seconds", "wait_seconds")
-"""Fields by which a client may ask the server to wait."""
+"""Fields in which a client sends a number of seconds that the server shall wait."""
 _TEXTS = (
     *("", "0", "-1", "x", "é", "\0", "%", "../..", "null", "true", "1e400", "' OR 1=1 --"),
     *("9" * 40, "a" * 3000, "[" * 200),
@@ -45,12 +45,12 @@ class FuzzCase:
     name: str
     request: bytes
     route: Route | None = None
-    """The model route, whose format the answer must have."""
+    """The model route, in whose format the answer must be; None for other routes."""
     endless: bool = False
-    """The answer is an endless stream: only its status is read."""
+    """True if the answer is an endless stream, of which only the status is read."""
     before: tuple[bytes, ...] = ()
-    """Requests that are sent first, on the same connection. The first one creates the response or conversation whose id
-    takes the place of `UNKNOWN_STEM` in the others and in `request`."""
+    """Requests that are sent first, on the same connection. The first one creates a response or conversation. Its id
+    replaces `UNKNOWN_STEM` in the other requests and in `request`."""
 
 
 class CaseGenerator:
@@ -98,7 +98,7 @@ class CaseGenerator:
         return FuzzCase(number, _named(name, path), request, route)
 
     def _stored_case(self, number: int, rng: random.Random) -> FuzzCase:
-        """Return a request that uses a response, after the one that creates it, and perhaps others that change it."""
+        """Return a case that creates a stored response, perhaps changes it, and then sends a request that uses it."""
         key = rng.choice(self._keys)
         body = {"model": "m", "input": f"hi {number}", "background": rng.random() < 0.3}
         create = self._http(rng, "POST", "/v1/responses", json.dumps(body).encode(), key)
@@ -123,7 +123,7 @@ class CaseGenerator:
         return FuzzCase(number, _named(f"{method} /v1/responses/{{id}}{end}", path), request, route, before=before)
 
     def _conversation_case(self, number: int, rng: random.Random) -> FuzzCase:
-        """Return a request that uses a conversation, after the one that creates it."""
+        """Return a case that creates a conversation, and then sends a request that uses it."""
         key = rng.choice(self._keys)
         body = json.dumps({"items": [{"role": "user", "content": f"hi {number}"}]}).encode()
         if rng.random() < 0.3:
@@ -178,7 +178,7 @@ class CaseGenerator:
         return value
 
     def _value(self, schema: dict[str, Any], rng: random.Random, depth: int = 0) -> Any:
-        """Return a value of a JSON schema, or sometimes another one."""
+        """Return a random value that fits a JSON schema, or sometimes one that does not."""
         if rng.random() < 0.08 or depth > 6:
             return rng.choice((None, True, 0, -1, 1.5, 2**63, 10**30, [], {}, *_TEXTS))
         if "$ref" in schema:
@@ -205,7 +205,7 @@ class CaseGenerator:
         return rng.choice(_TEXTS)
 
     def _damaged(self, number: int, rng: random.Random) -> FuzzCase:
-        """Return a request whose HTTP is wrong somewhere."""
+        """Return a request with random damage in its HTTP head."""
         route = ROUTES[rng.choice(list(ROUTES))]
         raw = bytearray(self._http(rng, "POST", route.path, BodyGenerator(route, rng).make(), rng.choice(self._keys)))
         head = raw.index(b"\r\n\r\n")

@@ -16,7 +16,7 @@ from tests.gateway.random_bodies import RESPONSES, ROUTES, BodyGenerator, Route
 from tests.gateway.websocket_client import opened
 
 UNKNOWN_STEM = "0" * 20
-"""In requests, the place of the id of an earlier response without its prefix. An id of the same length."""
+"""Placeholder in requests for the id, without its prefix, of an earlier response. It is as long as a real id."""
 _TEXT, _BINARY, _CLOSE, _PING, _PONG = 0x1, 0x2, 0x8, 0x9, 0xA
 _FINAL, _MASKED = 0x80, 0x80
 _ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
@@ -25,7 +25,7 @@ _ROUTE = Route(
     "", {**_EVENT, **RESPONSES, "stream": True}, ("type", "model", "input"), ROUTES["responses"].is_error, ""
 )
 _SETTLE_SECONDS = 0.2
-"""How long a client that broke the protocol waits before it breaks the connection off."""
+"""Seconds that a client waits after it broke the protocol, before it drops the connection."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class WebSocketCase:
     turns: tuple[tuple[bytes, int], ...]
     """The frames of each turn, and the number of answers to wait for before the next turn."""
     end: bytes | None
-    """Frames that break the protocol, before the connection is broken off; None: a proper close."""
+    """Frames that break the protocol, after which the connection is dropped; None: a proper close."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _make_turn(rng: random.Random) -> tuple[bytes, int]:
 
 
 def _message(rng: random.Random, kind: int, body: bytes) -> Iterator[bytes]:
-    """Yield the frames of a message: one or many, with control frames between them."""
+    """Yield the frames of a message: one or more, with some control frames between them."""
     pieces = rng.choice((1, 1, 2, 5))
     size = len(body) // pieces + 1
     for place in range(pieces):
@@ -81,7 +81,7 @@ def _message(rng: random.Random, kind: int, body: bytes) -> Iterator[bytes]:
 
 
 def _make_end(rng: random.Random) -> bytes:
-    """Return frames after which a connection cannot go on."""
+    """Return bytes after which the WebSocket cannot continue."""
     request = b'{"type": "response.create", "model": "m", "input": "hi"}'
     whole = _frame(_FINAL | _TEXT, request)
     match rng.randrange(7):
@@ -115,7 +115,7 @@ def _frame(first: int, payload: bytes) -> bytes:
 
 
 async def run_websocket(port: int, case: WebSocketCase, documented: tuple[str, ...]) -> WebSocketResult:
-    """Play a case. `documented`: codes of errors with status 5xx that are no fault."""
+    """Run a case. `documented`: error codes that are documented for status 5xx, so that they are no findings."""
     try:
         async with opened(f"http://127.0.0.1:{port}", case.path, case.key) as connection:
             result = await _take_turns(connection, case, documented)

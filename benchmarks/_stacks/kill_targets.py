@@ -34,10 +34,10 @@ DOWN_SECONDS = (1.0, 2.0)
 class KillTarget(Protocol):
     name: str
     down: tuple[float, float]
-    """How long it stays away, in seconds: at least and at most."""
+    """Minimum and maximum of the time between its end and its restart, in seconds."""
 
     def start(self) -> None:
-        """Start the target, and return when it serves. Raises Unavailable."""
+        """Start the target, and return when it serves. Raises StackError."""
         ...
 
     def kill(self) -> bool:

@@ -17,7 +17,8 @@ MAX_REQUESTS = 20_000
 
 @dataclass
 class LoadResult:
-    """Latencies in seconds of requests answered within the window; `answered` also counts those answered later."""
+    """Result of a measurement. `latencies`: seconds of each request answered within the measured time. `answered` also
+    counts the requests answered after it."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)

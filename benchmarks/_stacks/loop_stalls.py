@@ -1,8 +1,8 @@
 """Stalls of an event loop: how long no callback ran, and whether the loop's own work or the machine was the reason.
 
-A watched loop calls a function every few milliseconds, which writes a line whenever it comes late. Of that time, the
-loop's thread had a processor for `cpu` seconds, and waited for one for `queued` seconds, because other processes had
-them. In the rest it waited for another thread of its process, or for a blocking call.
+A watched loop calls a function every few milliseconds, which writes a line whenever it is called late. During this
+stall, the loop's thread had a processor for `cpu` seconds, and waited for one for `queued` seconds, because other
+processes used them. In the rest it waited for another thread of its process, or for a blocking call.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LATE_SECONDS = 0.02
 @dataclass(frozen=True)
 class Stall:
     ended: float
-    """Of `time.monotonic`."""
+    """End of the stall, as a value of `time.monotonic`."""
     seconds: float
     cpu: float
     queued: float
 
     @property
     def own(self) -> float:
-        """Return the seconds that do not go to other processes."""
+        """The seconds of the stall in which the loop's thread did not wait for a processor."""
         return max(0.0, self.seconds - self.queued)
 
 

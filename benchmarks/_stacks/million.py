@@ -25,7 +25,7 @@ CALLS_IN_A_SESSION = 50
 _BASE = 1_750_000_000.0
 _USER = b'\x01\x08{"role":"user","content":"go on"}'
 _ASSISTANT = b'\x01\x08{"role":"assistant","content":"done"}'
-"""Messages as uncompressed cells."""
+"""A user's and an assistant's message as uncompressed cells of the table `nodes`."""
 _RUNS, _STEPS = 10, 1000
 """Number of training runs, and of steps of each."""
 _METRICS = {f"metric_{number}": number / 7 for number in range(30)}
@@ -228,7 +228,7 @@ def _training_run(number: int) -> dict[str, Any]:
 
 
 def _trained_group(number: int, sessions: int) -> str:
-    """Return the group that a step trained. `number`: of the step, counted through all runs."""
+    """Return the id of the group that a step trained. `number`: position of the step among the steps of all runs."""
     return f"group_{number * (sessions // 8) // (_RUNS * _STEPS):08}"
 
 

@@ -21,13 +21,13 @@ class Reconciliation:
 
     acknowledged: int = 0
     repeated: int = 0
-    """Answers that an agent got only after several attempts."""
+    """Number of answers that an agent got only after several attempts."""
     lost: list[str] = field(default_factory=list)
     doubled: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     """Answers to another request, or stored with another text or number of tokens."""
     unaccounted: list[str] = field(default_factory=list)
-    """Recorded calls of finished rollouts that are neither trained nor excluded, or both."""
+    """Recorded calls of finished rollouts that are neither in a trace nor excluded, or that are both."""
     statuses: Counter[str] = field(default_factory=Counter)
     causes: Counter[str] = field(default_factory=Counter)
     attempts: Counter[int] = field(default_factory=Counter)
@@ -42,7 +42,7 @@ class Reconciliation:
 
 
 def logged_answers(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines that agents logged. A line that a kill cut short was never synced and does not count."""
+    """Return the lines that agents logged, without lines that a kill cut short, because those were never synced."""
     lines = []
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
@@ -54,7 +54,8 @@ def logged_answers(folder: Path) -> list[dict[str, Any]]:
 
 
 async def reconcile(store: Store, folder: Path, rollout_ids: list[str], *, echoes: bool) -> Reconciliation:
-    """Reconcile these finished rollouts. `echoes`: the engine repeats the word of the request."""
+    """Compare the agents' logs of these finished rollouts with the store. `echoes`: the engine's answers repeat the
+    word of the request."""
     result = Reconciliation()
     calls: dict[str, Any] = {}
     trained_of: dict[str, list[str]] = {}

@@ -1,8 +1,9 @@
-"""Writes model calls, one JSON document per line of standard input, into the peer's SQLite store.
+"""Writes model calls, one JSON document per line of standard input, into the SQLite store of rllm-model-gateway.
 
     python rllm_store.py FILE
 
-Runs in the peer's own Python. Prints as JSON the time to read the session back, and the number of calls read.
+Runs in the Python of that gateway's environment. Prints as JSON the time to read the session back, and the number of
+calls read.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""Made-up model calls of a coding agent with real text, for the store and its peer.
+"""Generated model calls of a coding agent with real text, to measure the stores of Polar and its peer.
 
-The text is source code, searches, listings and docstrings of Python's standard library, which repeat about as much as
-the work of an agent. Tokens come from polar-tiny's tokenizer. Log-probabilities are a float32 log-softmax of random
-logits, mostly near zero like those of a trained policy. The same seed gives the same calls.
+The text is source code, search results, listings and docstrings of Python's standard library, about as repetitive as an
+agent's work. Tokens come from polar-tiny's tokenizer. Log-probabilities are a float32 log-softmax of random logits,
+mostly near zero like those of a trained policy. The same seed gives the same calls.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class GatewayProcess(ServerProcess):
         return sum(1 for _ in (self._proc / "fd").iterdir())
 
     def longest_stall(self, since: float) -> Stall:
-        """Return the stall of the event loop since this time (of `time.monotonic`) that took longest without the time
-        in which other processes had the processors."""
+        """Return the longest stall of the event loop since this time (of `time.monotonic`). The time in which the loop
+        waited for a processor does not count (`Stall.own`)."""
         return max(read_stalls(self._stalls, since), key=lambda stall: stall.own, default=NO_STALL)
 
 
@@ -85,7 +85,8 @@ class BareServer(ServerProcess):
 
 @dataclass
 class HonestSession:
-    """What the honest process reported so far: (end of the request, seconds, fault or None) of each request."""
+    """The requests that the honest process has reported so far, each as (end, seconds, fault or None); the end is a
+    value of `time.monotonic`."""
 
     process: subprocess.Popen[str]
     requests: list[tuple[float, float, str | None]] = field(default_factory=list)
@@ -101,7 +102,7 @@ class HonestSession:
         return [request for request in self.requests if request[0] >= start]
 
     async def begun_since(self, start: float) -> list[tuple[float, float, str | None]]:
-        """Return the requests that began between `start` and now, when all of them have ended."""
+        """Wait until all requests that began between `start` and now have ended, and return them."""
         now = time.monotonic()
         while not (self.requests and self.requests[-1][0] - self.requests[-1][1] > now):  # noqa: ASYNC110 (a thread reads them)
             await asyncio.sleep(0.02)
@@ -150,8 +151,10 @@ async def shared_gateway(
 
 
 def behave(port: int, key: str, pause: float) -> None:
-    """Send one chat after the other, each with its own word, and print how it was answered. A lost connection is opened
-    again, as every client does, and the time for that counts."""
+    """Send one chat after the other, each with its own word, and print the end, the seconds and the fault of each.
+
+    A lost connection is opened again once, as clients do; the seconds include the time for that.
+    """
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     for number in count():

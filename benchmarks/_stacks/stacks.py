@@ -115,7 +115,7 @@ def tail(log: Path) -> str:
 
 
 def environment_for(name: str, cache: Path) -> tuple[Path, str]:
-    """Return the Python of the peer's own environment, which pip installs on first use, and the peer's version."""
+    """Return the Python of the environment into which pip installs a peer on first use, and the peer's version."""
     version, package = PEERS[name]
     folder = cache / f"{name}-{version}"
     python = folder / "bin" / "python"

@@ -9,12 +9,12 @@ from typing import Literal
 
 MODEL = "bench"
 MARK = b"bench-request-"
-"""Precedes twelve digits that make the request unique, because a proxy may treat an equal one as a retry."""
+"""Text before the twelve digits that make a request unique, because a proxy may take an equal request for a retry."""
 PROMPT_TOKENS = 5000
 REQUEST_BYTES = 20_000
 
 TURNS = 12
-"""Turns of a conversation; then its client starts another one."""
+"""Number of turns of a conversation, after which its client starts a new one."""
 FIRST_PROMPT_TOKENS = 2000
 TURN_TOKENS = 400
 """Prompt tokens that a tool result with its template adds."""
@@ -72,7 +72,7 @@ class SingleChats(ClientTraffic):
 class Conversations(ClientTraffic):
     """Conversations of an agent: system prompt, twelve tools, and a tool call with its result in every turn.
 
-    Of the digits, ten number the conversation and two the turn.
+    Of the twelve digits, the first ten are the number of the conversation, and the last two that of the turn.
     """
 
     def __init__(self, port: int, path: str, key: str, numbers: count[int], *, stream: bool, tokens: int) -> None:

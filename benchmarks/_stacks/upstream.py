@@ -1,12 +1,12 @@
-"""The engine of the benchmark: it answers at once, at the least cost that Python allows.
+"""The benchmarks' engine, which answers at once with as little processor time as Python allows.
 
     python -m benchmarks._stacks.upstream PORT TOKENS[,TOKENS...] TOKENS_PER_CHUNK MODEL_FOLDER
 
-A protocol on uvloop. A benchmark request is recognised by the 12 digits that make it unique, or, if it consists of
-token ids, by its first ids. Its answer is prepared (`answers.py`; `max_tokens` selects the length) except for the
-prompt ids: either 16 ids derived from the digits, so that all prompts differ, or the ids that were sent. Everything
-else (version, models, rendering, Polar's requests at its start) is answered by the scripted vLLM of the tests. Its
-model's folder is MODEL_FOLDER (`tests/fakes/vllm_folder.py`), so that Polar can render conversations itself.
+It is an asyncio protocol on uvloop. A benchmark request is recognised by the 12 digits that make it unique, or, if it
+consists of token ids, by its first ids. Its answer is prepared (`answers.py`; `max_tokens` selects the length) except
+for the prompt ids: either 16 ids derived from the digits, so that all prompts differ, or the ids that were sent. All
+other requests (version, models, rendering, Polar's requests at its start) are answered by the tests' scripted vLLM,
+whose model is in MODEL_FOLDER (`tests/fakes/vllm_folder.py`), so that Polar can render conversations itself.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Upstream(asyncio.Protocol):
         return canned, b",".join([b"1" + digits[start : start + 3] for start in (0, 3, 6, 9)] * (VARIED // 4))
 
     def _of(self, body: bytes) -> Answers:
-        """Return the answers of the length that the request asks for."""
+        """Return the prepared answers with the number of tokens that the request sets in `max_tokens`."""
         length = _LENGTH.search(body)
         return self._answers[int(length[1])] if length else next(iter(self._answers.values()))
 

@@ -73,7 +73,7 @@ class Encoder:
         return Example(ids, np.arange(len(ids)), weights)
 
     def task_start(self, ids: IntArray) -> int:
-        """Return the index of the first token of the user's message mark."""
+        """Return the index of the token `<|im_start|>` that opens the user's message."""
         return _find(ids, self._task, 0)
 
     def constant(self, ids: IntArray) -> tuple[int, int]:
@@ -82,17 +82,17 @@ class Encoder:
         return first, first + int(np.argmax(ids[first:] == self.end))
 
     def shifted(self, whole: Example, rng: random.Random) -> Example:
-        """Return the dialogue with a slightly different distance after the constant text.
+        """Return the dialogue with the positions after the constant text shifted by a random distance.
 
-        Its line about the machine (`uname`) has another length elsewhere; with a fixed distance the policy would find
-        what it copies by the distance.
+        The constant text has a line about the machine (`uname`), whose length differs between machines. With a fixed
+        distance, the policy would learn to find the text to copy by its distance.
         """
         positions = whole.positions.copy()
         positions[self.constant(whole.ids)[1] :] += rng.randrange(-30, 60)
         return Example(whole.ids, positions, whole.weights)
 
     def short(self, whole: Example, rng: random.Random) -> Example:
-        """Return the short form of a dialogue; distances across the cut vary a little, as prompts do."""
+        """Return the short form of a dialogue. Distances across the left-out text vary a little, as in real prompts."""
         start = self.task_start(whole.ids)
         first, last = self.constant(whole.ids)
         keep = np.concatenate([np.arange(start, first), np.arange(last, len(whole.ids))])
@@ -101,7 +101,8 @@ class Encoder:
         return Example(whole.ids[keep], positions, whole.weights[keep])
 
     def partial(self, whole: Example, rng: random.Random) -> Example:
-        """Return a form between short and full, with a random part of the constant text for attention to skip."""
+        """Return a form between short and full: it keeps a random part of the constant text, which attention must learn
+        to skip."""
         start = self.task_start(whole.ids)
         first, last = self.constant(whole.ids)
         size = int((last - first) * rng.uniform(0.1, 0.6))

@@ -57,13 +57,13 @@ class Rollout:
     seed: int
     workspace: Workspace
     feed: list[int]
-    """Tokens that the model has not read yet."""
+    """Token ids that the model has not read yet."""
     position: int = 0
-    """Tokens read so far."""
+    """Number of tokens read so far."""
     answer: list[int] = field(default_factory=list)
     steps: int = 0
     bad: int = 0
-    """Format errors in a row."""
+    """Number of format errors since the last valid answer."""
     ending: str | None = None
     log: list[str] = field(default_factory=list)
 
@@ -180,7 +180,6 @@ def _command(text: str) -> tuple[str | None, str]:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description="Success rate of a policy, offline.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path)

@@ -16,7 +16,6 @@ from transformers import Qwen3ForCausalLM
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description="Mix the weights of two checkpoints.")
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)

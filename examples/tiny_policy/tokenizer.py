@@ -1,14 +1,14 @@
-"""Makes polar-tiny's tokenizer: byte-level BPE with about two thousand entries.
+"""Makes polar-tiny's tokenizer: byte-level BPE with 1,389 entries.
 
-It decides what a small model can learn to copy, and from how far.
+The tokenizer decides what a small model can learn to copy, and from how far.
 
-* Runs of letters are separate tokens, without the space, quote or slash before them, so that a name is the same tokens
-  in every place; the JSON escapes `\\n`, `\\t` and `\\"`, which mini-swe-agent's observations are full of, are
-  cut off from the word that follows.
-* The first merges are the syllables of the task family's names and the numbers up to 99, whatever their count in a
-  corpus: a name is then its syllables (but for one in a hundred, which holds a word such as `file`), a number is one
-  token, and none is so rare that its embedding stays untrained. All further merges are ordinary BPE on the
-  constant text: the prompt, the template, reports, commands and outputs without their names.
+* Runs of letters are separate tokens, without the space, quote or slash before them, so that a name has the same tokens
+  everywhere. The JSON escapes `\\n`, `\\t` and `\\"`, which are frequent in mini-swe-agent's observations, are split
+  from the word that follows.
+* The first merges are the syllables of the task family's names and the numbers up to 99, however rare they are in a
+  corpus. So each token of a name is a syllable (except in one name of a hundred, which contains a word such as `file`),
+  a number is one token, and no such token is so rare that its embedding stays untrained. All further merges are
+  ordinary BPE on the constant text: the prompt, the template, reports, commands and outputs without their names.
 * Each line of the constant prompt, and the JSON around commands and observations, is also one token (an added token,
   like Qwen's `<tool_call>`). The bug report is then a hundred tokens away from the answer, not a thousand.
 
@@ -75,7 +75,7 @@ def corpus() -> Iterator[str]:
 
 
 def words(texts: Iterable[str]) -> Counter[str]:
-    """Return the counts of the pre-tokens that are not names (whose letters split into syllables without rest)."""
+    """Return the counts of all pre-tokens that are not names. A name splits into syllables without rest."""
     cut = pre_tokenizer()
     counts = Counter(piece for text in texts for piece, _ in cut.pre_tokenize_str(text))
     spelled = set(SYLLABLES)
@@ -120,8 +120,8 @@ def _apply(parts: list[str], pair: tuple[str, str]) -> list[str]:
 
 
 def phrases() -> list[str]:
-    """Return the lines of the constant prompt and the JSON frames, longest first, so that no line is cut by a shorter
-    one."""
+    """Return the lines of the constant prompt and the JSON frames, longest first, because a shorter one would otherwise
+    match inside a longer one."""
     lines = (PROMPT["system"] + "\n" + PROMPT["user"]).splitlines()
     found = {line for line in lines if len(line) >= 12 and "{" not in line}
     found |= {line.partition("{")[0].rstrip() for line in lines if "{task}" in line}
@@ -167,7 +167,6 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description="Make polar-tiny's tokenizer.")
     parser.add_argument("--out", type=Path, required=True)
     save(train(), parser.parse_args().out)

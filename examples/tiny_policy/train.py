@@ -128,7 +128,6 @@ def save(model: Any, folder: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description="Train polar-tiny.")
     parser.add_argument("export", type=Path, help="tokens-jsonl export of the demonstrations")
     parser.add_argument("--model", type=Path, required=True, help="folder of the tokenizer")

@@ -66,7 +66,7 @@ def same(row: Mapping[str, Any], encoder: Encoder) -> bool:
 
 
 def main() -> None:
-    """Command line; exit code 1 when any row differs."""
+    """Run the comparison. Exit code: 1 if a row differs or there are no rows."""
     parser = argparse.ArgumentParser(description="Compare recorded demonstrations with offline play.")
     parser.add_argument("export", type=Path)
     parser.add_argument("--tokenizer", type=Path, required=True)

@@ -373,7 +373,7 @@ class Keeper:
             (FOLDER / SESSION).write_text(json.dumps(self.session_id))
             return
         if not (found.get("agentCapabilities") or {}).get("loadSession"):
-            raise AgentError("the agent was ended, and it cannot load its session again")
+            raise AgentError("the agent has ended, and cannot load its session again (it lacks ACP's loadSession)")
         try:
             self.session_id = json.loads((FOLDER / SESSION).read_text())
         except (OSError, ValueError) as error:

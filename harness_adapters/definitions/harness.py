@@ -120,7 +120,9 @@ class DefinedProgram(DefinedHarness):
     def install(self, cache_root: Path, version: str | None = None) -> Installation:
         del cache_root
         if version is not None and version != self.default_version:
-            raise InstallError(f"{self.name} is a program of this machine and has the version {self.default_version}")
+            raise InstallError(
+                f"{self.name} is a program of this machine, so only its version {self.default_version} can be used"
+            )
         if not self._program.is_file():
             raise InstallError(f"{self._program} does not exist: correct install.path and install.entry")
         root = Path(self.definition.install.path or "/")
@@ -216,8 +218,8 @@ def _run_values(context: LaunchContext, installed: Installation) -> dict[str, ob
 def _filled_words(
     words: Sequence[str], values: Mapping[str, object], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
-    """Fill in the placeholders of each word. A word such as `{arguments}`, which names a group, is replaced by its
-    words."""
+    """Fill in the placeholders of each word. A word that is the name of a group in braces, such as `{arguments}`, is
+    replaced by all words of the group."""
     found: list[str] = []
     for word in words:
         group = (groups or {}).get(word.removeprefix("{").removesuffix("}")) if word.startswith("{") else None

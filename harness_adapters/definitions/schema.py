@@ -94,7 +94,7 @@ class ConnectionTable(_Table):
     arguments: Words = ()
     """First arguments of the program."""
     settings: Settings = Field(default_factory=dict)
-    """Settings files: path relative to HOME, ending in .json or .toml -> content."""
+    """Settings files: path relative to HOME, ending in .json, .toml or .yaml (written as JSON) -> content."""
     unset: Words = ()
     note: str = ""
 

@@ -49,7 +49,8 @@ class BaseHarness(HarnessAdapter):
     """Message of a run that ended with exit code 0."""
     limits: Sequence[RunLimit] = ()
     error_prefixes: tuple[str, ...] = ()
-    """Beginnings of the output lines that report an error. A message quotes the last of them, or else the last line."""
+    """Beginnings of output lines that report an error. A failure's message quotes the last such line, else the last
+    line of output."""
 
     @abstractmethod
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:

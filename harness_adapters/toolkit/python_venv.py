@@ -4,8 +4,8 @@ Promises: the interpreter has one of the requested minor versions and can make v
 starting it; nothing is installed outside the cache. The search order is: the Python that runs Polar, those on PATH and
 in the folders of version managers, one that was fetched earlier, and then one that `uv` fetches.
 
-No package on PyPI or npm contains an interpreter. uv takes it from the releases of the python-build-standalone project,
-or from the mirror in UV_PYTHON_INSTALL_MIRROR. On a machine without access to either, the user must install it.
+No package on PyPI or npm contains an interpreter. uv downloads one from the releases of the python-build-standalone
+project, or from the mirror in UV_PYTHON_INSTALL_MIRROR. Without access to either, the user must install Python.
 """
 
 from __future__ import annotations

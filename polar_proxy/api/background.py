@@ -1,7 +1,7 @@
 """Background work of an API server: send callbacks, end pauses whose time is over, count groups for the metrics.
 
-Callbacks are signed. One server at a time tries to send a callback. After a failure it is tried again, unless the
-receiver answers 410 or there were `api.callback_attempts` attempts. All attempts have the body of the first one.
+Callbacks are signed. One server at a time tries to send a callback. After a failure it is sent again, unless the
+receiver answered 410 or `api.callback_attempts` attempts were made. All attempts send the body of the first one.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 class BackgroundLoops:
     """`async with BackgroundLoops(context)` runs the loops until the block ends.
 
-    At its end, open streams of events end, and so do requests that wait for a group to lease.
+    The end of the block also ends open streams of events, and requests that wait for a group to lease.
 
-    Several servers may do this on one database: each callback is sent, and each job's pause is ended,
-    by one of them.
+    Several servers of one database may run the loops: each callback is sent, and each job's pause is ended, by one of
+    them.
     """
 
     def __init__(self, context: ApiContext) -> None:
@@ -114,7 +114,7 @@ def callback_secret(settings: Settings) -> str:
 
 
 class CallbackSender:
-    """Send the callbacks that are due, whichever process created them."""
+    """Sender of the callbacks that are due, whichever process created them."""
 
     def __init__(self, store: Store, settings: ApiSettings, secret: str) -> None:
         self._store = store
@@ -156,7 +156,7 @@ class CallbackSender:
     async def _post(self, row: CallbackRow, body: str) -> tuple[str | None, bool]:
         """Send a callback once, and return (problem, retry).
 
-        `problem` is None if the receiver accepted the callback. `retry`: after a problem, whether to try again.
+        `problem` is None if the receiver accepted the callback. `retry`: whether to send it again after a problem.
         """
         stamp = int(time.time())
         headers = {

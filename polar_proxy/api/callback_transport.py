@@ -1,8 +1,8 @@
-"""The HTTP transport of callbacks, which goes to public addresses only.
+"""The HTTP transport of callbacks, which connects to public addresses only.
 
-A callback URL comes with a request, and a name in it can lead anywhere: to services of this machine, of its network, or
-to a cloud's metadata. So the name is resolved here, every address is checked, and the connection is made to exactly the
-address that was checked. Redirects are not followed.
+A callback URL comes with a request, and its host name can lead anywhere: to services of this machine, of its network,
+or to a cloud's metadata. So the name is resolved here, every address is checked, and the connection is made to exactly
+the address that was checked. Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRANSLATED = tuple(ipaddress.IPv6Network(text) for text in ("64:ff9b::/96", "64
 
 
 class PublicTransport(httpx.AsyncHTTPTransport):
-    """An httpx transport to public addresses. Raises httpx.ConnectError for a host with any other address."""
+    """An httpx transport to public addresses. Raises httpx.ConnectError if any address of the host is not public."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host

@@ -1,4 +1,4 @@
-"""Parts that all routes share: the server's context, API keys, routers by role, and one form for all errors."""
+"""Code that all routes share: the server's context, API keys, routers by role, and one format for all errors."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 Authenticate = Callable[[Request], Awaitable[Role]]
-"""Return the role of the request's sender. Raises ApiError (401, 403)."""
+"""A function that returns the role of a request's sender. Raises ApiError (401, 403)."""
 
 _ERROR_TEXTS = {
     400: "Invalid request.",
     401: "The key is missing or unknown.",
     404: "Not found.",
     409: "Conflicts with the current state.",
-    422: "The request does not have the documented form; `detail` names the fields.",
+    422: "The request does not match the schema; `detail` names the fields.",
     503: "The server, or a part that it needs, cannot answer now.",
 }
 HEARTBEAT_SECONDS = 15.0
@@ -72,7 +72,7 @@ class ApiContext:
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server stops, so that streams end."""
     exports: ExportProcesses | None = None
-    """Processes for exports. Without them, an export is made in this process."""
+    """Processes that make exports. If None, exports are made in this process."""
 
     def wake(self) -> None:
         """Let the rollout service look at the queue now."""
@@ -171,7 +171,7 @@ def _router(roles: frozenset[Role]) -> APIRouter:
 
 
 def _guarded_route(roles: frozenset[Role]) -> type[APIRoute]:
-    """Return a route class that checks the key before it reads the request, and returns every error in one form."""
+    """Return a route class that checks the key before it reads the request, and responds to errors by ErrorResponse."""
 
     class GuardedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
@@ -195,8 +195,8 @@ def _guarded_route(roles: frozenset[Role]) -> type[APIRoute]:
 class StreamedResponse(StreamingResponse):
     """A response that is sent while it is made.
 
-    If an error ends it early, the log names the error and the connection is closed before the end of the body, so that
-    the client learns that a part is missing.
+    If an error ends it early, the error is logged, and the connection is closed without the end of the body, so that
+    the client sees that the response is incomplete.
     """
 
     async def stream_response(self, send: Send) -> None:
@@ -284,8 +284,11 @@ async def allow_all(request: Request) -> Role:
 
 
 async def local_admin_key(store: Store, home: Path) -> Path:
-    """Return the path of the file with this machine's admin key. If the file is missing or its key was revoked, write a
-    new key first. A key that is not in the store is added to it."""
+    """Return the path of the file with this machine's admin key.
+
+    If the file is missing or its key was revoked, a new key is written to it first. If the key is not in the store, it
+    is added there.
+    """
     path = home / KEY_FILE
     key = path.read_text().strip() if path.exists() else ""
     row = await store.api_keys.get(hash_key(key)) if key else None

@@ -1,10 +1,9 @@
-"""Limits on the files, code and sandboxes of the server's machine that requests may use, as its operator configured
-them.
+"""Limit the files, code and sandboxes of the server's machine that a request may use, by the operator's settings.
 
-A request is untrusted data. The tasks of a job may come with it, or from a built-in family. Files and folders of
-the server must lie in the setting `api.folders`, Python code must be in `allowed_code`, and the `process` sandbox,
-which isolates nothing, must be the one that `run.sandbox` names. A command that runs this API in its own process,
-without a server, may use anything.
+A request is untrusted data. The tasks of a job may come with the request, or from a built-in family. Files and folders
+of the server must lie in a folder of the setting `api.folders`, Python code must be in `allowed_code`, and the
+`process` sandbox, which isolates nothing, is allowed only if `run.sandbox` names it. A command that runs this API in
+its own process, without a server, may use anything.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from polar_proxy.tasks import Task, is_family
 def code_of_request(context: ApiContext, body: JobRequest) -> AllowedCode:
     """Return the Python code (`MODULE:NAME`) to which a job request and its tasks may refer.
 
-    A request of this process may also refer to the code that it names as its task source or harness.
+    A command in this process, such as `polar run`, may also refer to the code that its request names as task source or
+    harness.
     """
     named = (body.task or "", body.harness) if context.from_this_process else ()
     return context.settings.code(*named)

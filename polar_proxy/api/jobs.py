@@ -181,7 +181,7 @@ async def _submit(context: ApiContext, body: m.JobRequest, idempotency_key: str 
 
 
 def _read_states(text: str) -> list[str]:
-    """Return the job states of a query. Raises UsageError if there is no such state."""
+    """Return the job states of a query, which are separated by commas. Raises UsageError for an unknown state."""
     states = [one.strip() for one in text.split(",")]
     known = get_args(JobStatus)
     for one in states:
@@ -230,9 +230,9 @@ async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> N
 def _load_tasks(
     context: ApiContext, body: m.JobRequest, code: AllowedCode, original: Original | None
 ) -> tuple[list[Task], list[Json]]:
-    """Return the usable tasks and the refused ones. Reads files, so call it in a thread.
+    """Return the usable tasks and the refused ones (as RefusedTask's fields). Reads files, so call it in a thread.
 
-    Raises UsageError, and ApiError if no task is left.
+    Raises UsageError for an invalid source of tasks, and ApiError if no task is usable.
     """
     if original is not None:
         check_task(original.task, code)
@@ -251,7 +251,8 @@ def _load_tasks(
 
 
 def _job_spec(context: ApiContext, body: m.JobRequest, original: Original | None) -> JobSpec:
-    """Return the options of the job; omitted ones come from the original or the settings. Raises UsageError."""
+    """Return the options of the job. Omitted options come from the original rollout, if there is one, or else from the
+    settings. Raises UsageError."""
     given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
     if original is not None:
         given = original.job_options(given)
@@ -287,7 +288,8 @@ async def stream_events(context: ApiContext, job_id: str | None, position: str |
 
 
 async def _encode(context: ApiContext, events: AsyncIterator[list[m.Event]]) -> AsyncIterator[bytes]:
-    """Yield the bytes of the stream, with a comment after some time without events, until the server stops."""
+    """Yield the bytes of the stream until it ends or the server stops; after HEARTBEAT_SECONDS without an event, a
+    comment."""
     yield b": polar\n\n"
     last_sent = time.monotonic()
     async for new in events:

@@ -60,10 +60,15 @@ async def export_rows(
     context: Context,
     form: Annotated[str, Query(alias="format", description="A format of `polar export`.")] = "jsonl",
     where: Annotated[str | None, Query(description="Conditions such as `reward>=1, harness=codex`.")] = None,
-    session: Annotated[list[str] | None, Query(description="Only this session. Repeatable.")] = None,
+    session: Annotated[
+        list[str] | None, Query(description="Only the session with this id. May be given several times.")
+    ] = None,
     builder: Annotated[str, Query(description="The builder: merged, per_call, tree or rescored.")] = "merged",
     all_grades: Annotated[bool, Query(description="Also traces of the grades approximate and rejected.")] = False,
-    advantage: Annotated[str, Query(description="For trl and tinker: the advantage.")] = "grpo",
+    advantage: Annotated[
+        str,
+        Query(description="Advantage function of the formats trl and tinker: grpo, dr_grpo, rloo, mc_grpo or raft."),
+    ] = "grpo",
 ) -> StreamedResponse:
     """Return the rows that `polar export` writes."""
     return await stream_export(

@@ -146,8 +146,10 @@ async def _lines(store: Store, rows: Sequence[RolloutRow], builder: str, all_gra
 
 
 async def _sessions_of(store: Store, body: m.RewardRequest | m.RemarkRequest) -> list[str]:
-    """Return the sessions of the rollout or session that a request names. Raises ApiError 404 if it does not exist, and
-    UsageError for the session of a rollout."""
+    """Return the ids of the sessions to which a request refers: all of its rollout, or the session that it names.
+
+    Raises ApiError 404 if the rollout or session does not exist, and UsageError if the session belongs to a rollout.
+    """
     if body.rollout_id is not None:
         await require("rollout", body.rollout_id, store.rollouts.get(body.rollout_id))
         return await store.sessions.ids_of_rollout(body.rollout_id)
@@ -159,7 +161,7 @@ async def _sessions_of(store: Store, body: m.RewardRequest | m.RemarkRequest) ->
 
 
 async def _check_parts(store: Store, body: m.RewardRequest, sessions: Sequence[str]) -> None:
-    """Raise ApiError 404 if the call or trace of a reward is not one of these sessions."""
+    """Raise ApiError 404 if the call or trace of a reward does not belong to one of these sessions."""
     kind = "rollout" if body.rollout_id is not None else "session"
     if body.call_id is not None:
         call = await store.calls.get(body.call_id)

@@ -1,7 +1,7 @@
 """Routes of the server itself: its state; pause, resume and drain of one server or of all servers of the database.
 
-All servers are paused by one database row, which each of them reads before it claims a rollout. `ServiceCollector` adds
-the state of the rollout service and the feed to the gateway's `/metrics`.
+All servers are paused by one database row, which each server reads before it claims a rollout. `ServiceCollector` adds
+the state of the rollout service and of the feed to the gateway's `/metrics`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from polar_proxy.types import Json
 
 _WORKING = FleetRow(None, None)
 _GRACE_SECONDS = 60.0
-"""While a request waits until no server runs a rollout, all servers are paused provisionally. The pause ends this many
-seconds after its next renewal is due, so that it also ends if the process is killed."""
+"""While a request waits until no server runs a rollout, all servers are paused provisionally. If the process is killed
+and does not renew the pause, it ends this many seconds after the renewal was due."""
 _RENEW_SECONDS = 30.0
 """Seconds after which a waiting request renews its provisional pause."""
 
@@ -199,8 +199,10 @@ async def read_service_state(context: ApiContext) -> m.ServiceState:
 
 
 async def _engine_state(engine: Engine, service: RolloutService | None = None) -> Json:
-    """Return the state of an engine. One that does not answer is reported as unhealthy. `service`: the rollout service,
-    which asks its engine for the load every few seconds anyway."""
+    """Return the state of an engine. An engine that does not respond is reported as unhealthy.
+
+    `service`: the rollout service that uses this engine. The load is the one that it measured last, a few seconds ago.
+    """
     version: str | None = None
     load: EngineLoad | None = None
     try:

@@ -48,7 +48,7 @@ class Remark(ApiResponseModel):
     value: float | None
     """The rating, from 1 to 5."""
     author: str
-    """Label and name of the API key that gave it."""
+    """Label and name of the API key with which the remark was given."""
     created_at: float
     """When the remark was given."""
 

@@ -90,9 +90,9 @@ class CallChoice(ApiResponseModel):
     """One answer of a call."""
 
     index: int
-    """Its position among the answers, from 0."""
+    """Position among the call's answers, from 0."""
     message: dict[str, Any]
-    """The answer in OpenAI's form."""
+    """The answer in OpenAI's format."""
     finish_reason: str | None
     """Why the answer ended, such as stop, length or tool_calls."""
     token_ids: list[int]
@@ -100,11 +100,12 @@ class CallChoice(ApiResponseModel):
     logprobs: list[float | None]
     """The log-probability of each token in nats; null if the engine did not report it."""
     token_texts: list[str] | None = None
-    """The text of each token, if it was asked for and can be decoded; of a hosted answer, as tiktoken splits it."""
+    """The text of each token, if it was requested and can be decoded. For a hosted answer, its text as tiktoken splits
+    it."""
 
 
 class SessionCall(ApiResponseModel):
-    """A call of a session, with what it adds to the conversation of the earlier call."""
+    """A call of a session, with the messages that it adds to the conversation of an earlier call."""
 
     call_id: str
     """The id of the call."""
@@ -162,7 +163,7 @@ class SessionCall(ApiResponseModel):
     ended_at: float
     """When the answer ended."""
     new_messages: list[StoryMessage] = Field([])
-    """The messages that the earlier call and its answer do not have."""
+    """The messages of the request that are neither in the earlier call `parent_call_id` nor its answer."""
     answer: StoryMessage | None = None
     """The first answer."""
     answers: list[CallChoice] = Field([])
@@ -264,7 +265,8 @@ class CallDetail(ApiResponseModel):
     route: str | None
     """The rule that chose the engine."""
     hooks: dict[str, Any] | None
-    """Changes by hooks: parts of the request as the model saw them, and answers as they were sampled."""
+    """Changes by hooks. `request`: the changed parts of the request as the model saw them; `answer`: the answers as
+    they were sampled."""
     edge: str
     """How the call relates to an earlier call."""
     parent_call_id: str | None
@@ -288,7 +290,7 @@ class CallDetail(ApiResponseModel):
     cached_tokens: int | None
     """Number of prompt tokens that the engine had in its cache."""
     usage: CallUsage | None
-    """The provider's count; null if the engine reports token ids."""
+    """The provider's token counts; null if the engine reports token ids."""
     price_usd: float | None
     """Price in US dollars; null if it is unknown or the call is not a hosted one."""
     messages: list[Any]
@@ -296,7 +298,7 @@ class CallDetail(ApiResponseModel):
     tools: Any
     """The tools in the agent's own format."""
     conversation: dict[str, Any]
-    """Messages and tools in OpenAI's form."""
+    """Messages and tools in OpenAI's format."""
     prompt_ids: list[int] | None
     """The token ids of the prompt; null if the engine returned none."""
     choices: list[CallChoice]

@@ -32,8 +32,8 @@ class JobRequest(JobSpec):
     task_specs: list[dict[str, Any]] | None = None
     """The tasks themselves, each as in a line of a task file."""
     seed: int | None = Field(None, ge=0, le=MAX_INTEGER)
-    """Number of the first instance of `task`; in a file: position of the first task, from 0. Without `instances`: only
-    this one."""
+    """Number of the first instance of the family `task`, or position of the first task in the file `task`, from 0.
+    Without `instances`, the job has only this one."""
     instances: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Number of tasks, from `seed` on. Default: one of a family; all of a file, a folder or `task_specs`."""
 
@@ -87,7 +87,7 @@ class DrainRequest(ApiRequestModel):
 
 
 class RewardRequest(ApiRequestModel):
-    """A reward of a rollout or a session, or of one call or one trace of it, given from outside."""
+    """A reward that was judged outside Polar, for a rollout or a session, or for one call or one trace of it."""
 
     rollout_id: str | None = None
     """Id of the rollout to reward."""
@@ -114,12 +114,12 @@ class RewardRequest(ApiRequestModel):
 
 
 class RemarkRequest(ApiRequestModel):
-    """A label, a note or a rating of a rollout or a session. Its author is the API key of the request."""
+    """A label, a note or a rating for a rollout or a session. The API key of the request is recorded as its author."""
 
     rollout_id: str | None = None
-    """The rollout."""
+    """Id of the rollout."""
     session_id: str | None = None
-    """The session, if it has no rollout."""
+    """Id of the session, if it has no rollout."""
     kind: RemarkKind
     """label, note or rating."""
     text: str = ""
@@ -135,7 +135,7 @@ class RemarkRequest(ApiRequestModel):
 
 
 class SessionRequest(ApiRequestModel, SessionBudget):
-    """A session for an agent that you start yourself. These settings override those of the agent's requests."""
+    """A session for an agent that you start yourself. Its settings override those in the agent's requests."""
 
     model_config = ConfigDict(defer_build=False)
 

@@ -152,7 +152,7 @@ class Rollout(ApiResponseModel):
     status: str
     """queued, preparing, ready, running, scoring, done, failed, cancelled or timed_out."""
     cause: str | None
-    """Machine-readable: why the rollout did not end normally, or is tried again."""
+    """Machine-readable reason why the rollout did not end normally, or is tried again."""
     attempt: int
     """Number of the current or last attempt, from 1."""
     incomplete: bool
@@ -168,7 +168,7 @@ class Rollout(ApiResponseModel):
     exit_code: int | None
     """Exit code of the agent; null if the agent was stopped."""
     error: str | None
-    """Why the rollout failed, for people."""
+    """Why the rollout failed, in words."""
     session_id: str | None
     """Id of the session of the last attempt."""
     harness: str
@@ -231,7 +231,7 @@ class Stage(ApiResponseModel):
     outcome: str | None
     """ok, failed, timed_out or cancelled; null while the stage runs."""
     cause: str | None
-    """Machine-readable: why the stage did not end with `ok`."""
+    """Machine-readable reason why the stage did not end with `ok`."""
     worker: str | None
     """The worker that ran the stage."""
 
@@ -312,7 +312,7 @@ class LeaseExtendResponse(ApiResponseModel):
     lease_id: str
     """The id of the lease."""
     expires_at: float
-    """When the lease expires now."""
+    """The new time at which the lease expires."""
 
 
 class TrainingRun(ApiResponseModel):
@@ -371,7 +371,7 @@ class StageLimitState(ApiResponseModel):
     entered: int
     """Number of rollouts that have entered the stage since the server started."""
     waited_seconds: float
-    """Seconds that those rollouts waited in total."""
+    """Seconds that the rollouts in `entered` waited in total."""
     refusals: dict[str, int]
     """Number of times that a rollout was not admitted, by reason."""
 
@@ -403,13 +403,13 @@ class EngineState(ApiResponseModel):
     model: str
     """The served model."""
     policy_version: str | None = None
-    """Version of the weights that it samples from, if it knows it."""
+    """Version of the weights that the engine samples from; null if unknown."""
     healthy: bool
     """True if the engine can answer requests."""
     reason: str | None
     """Why the engine cannot answer requests."""
     load: dict[str, Any] | None = None
-    """The engine's load as it reports it; null if it reports none."""
+    """How busy the engine is; null if it does not report this."""
 
 
 class FleetState(ApiResponseModel):
@@ -445,7 +445,7 @@ class ServiceState(ApiResponseModel):
     paused_until: float | None = None
     """When the pause of this server alone ends."""
     problem: str | None = None
-    """Why this server paused itself: programs can break out of its sandboxes."""
+    """Why this server paused itself: its sandboxes failed their self-test, so programs may be able to break out."""
     in_flight: int | None = None
     """Number of rollouts that this server works on."""
     stages: dict[str, StageLimitState] | None = None

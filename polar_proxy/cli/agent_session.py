@@ -26,7 +26,7 @@ class ModelCard:
     max_answer: int | None
     """Maximum number of tokens in an answer; None if only the context length limits it."""
     provider_answers: bool
-    """Whether the server passes calls, or those that a rule chooses, on to the provider with the agent's own key."""
+    """Whether the server passes calls on to the provider with the agent's own key: all, or those a rule chooses."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Verb:
     help: str
     """The first paragraph of its help text, for `polar --help`."""
     command_class: str | None = None
-    """The class of the command, as module:name in `polar_proxy.cli`, if it has its own."""
+    """The class of the command, as module:name in `polar_proxy.cli`; None: typer's own."""
 
     def load(self) -> Callable[..., None] | typer.Typer:
         """Import and return the command's function, or the group of commands."""
@@ -188,12 +188,12 @@ def _root(
 
 def main() -> None:
     """Run the command. An expected error is printed on standard error and determines the exit code."""
-    gc.disable()  # modules that are imported are no garbage; `run_async` enables it for commands that take longer
+    gc.disable()  # importing makes no garbage; `run_async` enables the collector again for commands that take longer
     atexit.register(gc.freeze)  # the interpreter's last collection would take a tenth of the time of a short command
     configure_logging()
     try:
         app()
-    except SystemExit:  # the usual end, for which the last clause would import its errors
+    except SystemExit:  # the usual end of a command; without this clause, `_expected_errors` would import modules
         raise
     except ModuleNotFoundError as error:
         if (extra := _EXTRAS.get((error.name or "").partition(".")[0])) is None:

@@ -31,7 +31,7 @@ M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 _SHORT_COMMAND_SECONDS = 1.0
-"""Garbage is collected only after this time, because it would take a tenth of the time of a shorter command."""
+"""Commands that end within this time collect no garbage: collecting would take a tenth of their time."""
 PATIENT_TRIES = 12
 """Number of tries of a request while the server restarts. Together they take about a minute."""
 
@@ -59,11 +59,10 @@ def load_settings(
 
 
 def import_named_code(*names: str | None) -> None:
-    """Import the modules of names `module:object` that are in the current folder, as `python -m` would find them.
+    """Import the modules of names `module:object` if they are in the current folder, where `python -m` finds modules.
 
     Only for names that the user typed. The folder is on the module path during these imports only, so that names in
-    tasks, requests and settings files are not looked up there. Modules outside the folder are not imported here.
-    Raises UsageError if a module cannot be imported.
+    tasks, requests and settings files are not looked up there. Raises UsageError if a module cannot be imported.
     """
     folder = os.getcwd()
     for name in names:
@@ -85,7 +84,10 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_client_settings(url: str | None, db: str | None) -> Settings:
-    """Return the settings of a command that takes --url. Either flag overrides both POLAR_URL and POLAR_DB."""
+    """Return the settings of a command that takes --url or --db; each of these overrides both POLAR_URL and POLAR_DB.
+
+    Raises UsageError if both are given.
+    """
     if url is not None and db is not None:
         raise UsageError("Give --url (a server) or --db (a database), not both.")
     settings = load_settings(db)

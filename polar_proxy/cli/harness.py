@@ -136,7 +136,7 @@ def add(
     except HarnessError as error:
         raise UsageError(str(error)) from error
     if adapter.name in list_adapters():
-        raise UsageError(f"{file}: name: {adapter.name!r} is a harness of Polar's own; choose another name.")
+        raise UsageError(f"{file}: name: {adapter.name!r} is a built-in harness; choose another name.")
     target = load_settings().harness_cache / f"{adapter.name}.toml"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(file.read_bytes())

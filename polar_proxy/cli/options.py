@@ -100,7 +100,7 @@ Instances = Annotated[
     int | None,
     typer.Option(min=1, help="Run N tasks, from --seed on. Default: all of a file or folder, one of a family."),
 ]
-Concurrency = Annotated[int | None, typer.Option(min=1, help="Number of rollouts that run at a time.")]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Maximum number of rollouts that run at a time.")]
 LogLevel = Annotated[
     str | None,
     typer.Option(help="Lowest level that is logged: debug, info, warning or error.", show_default=False),

@@ -125,7 +125,7 @@ def print_checks(checks: Iterable[PreflightCheck]) -> None:
 
 
 class WholeTable(Table):
-    """A table that is never narrower than `needed`, because rich leaves out the narrowest columns of a wider one."""
+    """A table at least `needed` characters wide: in a narrower terminal, rich would drop its narrowest columns."""
 
     needed = 0
 

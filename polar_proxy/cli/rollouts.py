@@ -350,7 +350,7 @@ async def _watch(
     *,
     quiet: bool,
 ) -> None:
-    """Show the events of a job until the last one. `rollouts`: those of the job at the start."""
+    """Show the events of a job until the last one. `rollouts`: the job's rollouts when watching begins."""
     view = JobProgressView(rollouts, quiet=quiet)
     with view.show():
         async for event in events:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RAY_EXIT_SECONDS = 2.0
-"""Time in which the worker processes end after Ray has ended. Their sandboxes then count as left over, and can be
-removed."""
+"""Seconds to wait after the end of Ray until its worker processes have ended too. Only then can their sandboxes be
+removed as orphans."""
 
 
 class NodeEndedError(PolarError):
@@ -129,7 +129,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         context = ApiContext(store, settings, service, engine, engines, exports=exports)
         _add_api_and_pages(gateway, context)
         _add_warnings(gateway, settings)
-        # The same holds for the key, and for the sandbox's test, which takes seconds.
+        # Also before the gateway listens: the key, and the sandbox's test, which takes seconds.
         key_file = await local_admin_key(store, settings.home)
         if service is not None:
             await service.test_sandbox(settings.run.sandbox)
@@ -182,7 +182,7 @@ def _print_ready(gateway: Gateway, db: str, model: str, key_file: Path) -> None:
 
 
 def _print_welcome(gateway: Gateway, settings: Settings, db: str, model: str, key_file: Path) -> None:
-    """Print what is served and the next commands. Each works as it is printed, in a shell with the same POLAR_HOME."""
+    """Print what is served, and commands to continue with. They work as printed in a shell with the same POLAR_HOME."""
     from polar_proxy.engines.bundled import ABILITY, is_bundled
 
     out.print(styled("[bold]Polar[/] serves {} at {} and records into {}", model, gateway.url, db), soft_wrap=True)

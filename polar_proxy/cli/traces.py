@@ -103,7 +103,10 @@ def build(
 
 
 async def _note_no_match(store: Store, where: str | None, targets: Sequence[SessionTarget]) -> None:
-    """If no rollout matches, print for each condition of `where` how many match it or, if none, its field's values."""
+    """If `where` selects nothing, print for each of its conditions how many rollouts match it.
+
+    For a condition that matches none, the existing values of its field are printed.
+    """
     if where is not None and not targets:
         print_note(await store.rollouts.explain_no_match(where))
 

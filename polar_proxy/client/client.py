@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def _base_url(url: str) -> str:
-    """Return the API's URL on a server, for a server URL with or without the API's path."""
+    """Return a server's root URL, for a URL with or without the API's path."""
     return url.rstrip("/").removesuffix(API_PREFIX)
 
 

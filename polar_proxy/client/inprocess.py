@@ -1,7 +1,7 @@
-"""An httpx transport into an ASGI application of this process. Response bodies arrive in pieces, as the application
-sends them.
+"""An httpx transport to an ASGI application in this process. A response body arrives in pieces, as the application
+sends it.
 
-httpx's own `ASGITransport` collects the whole body first, so that a stream of events would never arrive.
+httpx's own `ASGITransport` collects the whole body first, so an endless stream of events would never arrive.
 """
 
 from __future__ import annotations

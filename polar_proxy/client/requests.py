@@ -1,4 +1,4 @@
-"""Network-free parts of both clients: typed errors, API calls as values, the retry budget, and reading of streams.
+"""Code of both clients without network access: typed errors, API calls as values, retries, decoding of streams.
 
 Each API method is one function from arguments to an `ApiCall` or `ApiStream`. The descriptor `api_method` turns it into
 a method of `Client` and of `AsyncClient`, so every route is written once.
@@ -34,7 +34,8 @@ MAX_TRIES = 5
 MAX_PAUSE_SECONDS = 10.0
 RECONNECT_SECONDS = 0.5
 _RETRY_STATUSES = frozenset({429, 503})
-"""Retried if the response has the header `Retry-After`, because the server then did nothing."""
+"""Responses with these statuses are retried if they have the header `Retry-After`, because the server then did
+nothing."""
 
 
 _REPORT_START = b'{"' + EXPORT_REPORT.encode() + b'":'
@@ -109,7 +110,7 @@ class ApiCall(Generic[T]):
     json: Json | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     idempotent: bool = False
-    """Retry when no response arrives."""
+    """True if the request may be sent again when no response arrives."""
     server_wait: float = 0.0
     """Seconds for which the server may delay its response on purpose, added to the read timeout."""
 
@@ -150,8 +151,8 @@ class RetryBudget:
     def pause(self, reply: httpx.Response | httpx.TransportError) -> float | None:
         """Return the seconds until the next try, or None if the reply is a success.
 
-        The body of an error response must have been read. Raises the typed error of a reply that is
-        not to be tried again.
+        The body of an error response must have been read. Raises the reply's typed error if the request is not to be
+        tried again.
         """
         self._tried += 1
         if isinstance(reply, httpx.TransportError):
@@ -191,7 +192,7 @@ class StreamDecoder(Generic[T]):
         self._rest = b""
 
     def headers(self) -> dict[str, str]:
-        """Return the request headers of the next connection."""
+        """Return the headers for the request that opens or continues the stream."""
         raise NotImplementedError
 
     def feed(self, data: bytes) -> Iterator[T]:
@@ -213,7 +214,7 @@ class StreamDecoder(Generic[T]):
 
 
 class RowDecoder(StreamDecoder[Json]):
-    """Decodes newline-delimited JSON. A stream that broke after its first byte cannot be resumed."""
+    """Decodes newline-delimited JSON. A stream that breaks after its first byte cannot be resumed."""
 
     def headers(self) -> dict[str, str]:
         return {"accept": NDJSON}
@@ -229,7 +230,10 @@ class RowDecoder(StreamDecoder[Json]):
 
 
 class ExportDecoder(StreamDecoder[bytes | ExportSummary]):
-    """Decodes an export: each row as bytes with its line break, then the counts, without which it is incomplete."""
+    """Decodes an export: yields each row as bytes with its line break, and at the end the counts (ExportSummary).
+
+    An export that ends without the counts is incomplete, which raises UnreachableError.
+    """
 
     def headers(self) -> dict[str, str]:
         return {"accept": NDJSON}
@@ -275,7 +279,7 @@ class EventDecoder(StreamDecoder[Event]):
         self._lines = []
 
     def _complete_event(self) -> Event | None:
-        """Return the event that the lines so far describe. None for comments, and for kinds of events that this client
+        """Return the event that the lines so far describe; None for a comment, or an event of a kind that this client
         does not know."""
         fields: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for line in self._lines:
@@ -307,7 +311,8 @@ class StreamReader(Generic[T]):
         return ApiCall("GET", self._stream.path, bytes, self._stream.params, headers=headers).request(http)
 
     def opened(self, response: httpx.Response) -> bool:
-        """Return whether to read the response; False: connect again. Raises the typed error of a refusal."""
+        """Return True to read the response, or False to connect again after `pause`. Raises the typed error if the
+        server refuses."""
         pause = self._budget.pause(response)
         self.pause = RECONNECT_SECONDS if pause is None else pause
         return pause is None
@@ -319,7 +324,8 @@ class StreamReader(Generic[T]):
     def connection_lost(self, error: httpx.TransportError) -> None:
         """Prepare the next connection. Raises UnreachableError if the stream cannot be resumed."""
         if not self.decoder.resumable:
-            raise UnreachableError(f"The answer from {_origin(error)} broke off: {error or type(error).__name__}")
+            problem = f"The answer from {_origin(error)} broke off: {error or type(error).__name__}"
+            raise UnreachableError(f"{problem}. It cannot be continued: request it again.")
         self.pause = self._budget.pause(error) or RECONNECT_SECONDS
         self.decoder.connection_lost()
 

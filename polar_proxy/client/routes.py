@@ -43,8 +43,10 @@ class ApiMethods:
 
     @api_method
     def submit(self, request: m.JobRequest, *, idempotency_key: str | None = None) -> ApiCall[m.SubmittedJob]:
-        """Queue a job. Submitting again with the same `idempotency_key` returns the same job. Without one the client
-        generates one, so that its own retries create no second job."""
+        """Queue a job. Submitting again with the same `idempotency_key` returns the same job.
+
+        Without a key, the client generates one, so that its own retries create no second job.
+        """
         key = {"idempotency-key": idempotency_key or f"client-{uuid4()}"}
         return _post("/jobs", m.SubmittedJob, request, headers=key, idempotent=True)
 
@@ -131,9 +133,9 @@ class ApiMethods:
 
     @api_method
     def reward(self, request: m.RewardRequest) -> ApiCall[m.Reward]:
-        """Add a reward. Earlier rewards are kept; the newest one given to the rollout as a whole is its reward.
+        """Add a reward. Earlier rewards are kept; the rollout's reward is the newest one that it got as a whole.
 
-        Not retried if the response is lost: read `rollout` to see whether the reward was stored.
+        Not retried if the response is lost: call `rollout` to see whether the reward was stored.
         """
         return _post("/rewards", m.Reward, request)
 
@@ -277,10 +279,10 @@ class ApiMethods:
 
     @api_method
     def drain(self, *, timeout: float = 600.0, scope: m.Scope = "server") -> ApiCall[m.ServiceState]:
-        """Start nothing new and wait until no rollout runs, on this server or on all servers of its database.
+        """Start no more rollouts and wait until none runs, on this server or on all servers of its database.
 
-        After `timeout` seconds raises ConflictError (code `drain_timed_out`, with the rollouts that still run in
-        `detail`), and the server starts rollouts again.
+        If some still run after `timeout` seconds, raises ConflictError (code `drain_timed_out`, their ids in
+        `detail["left"]`), and rollouts are started again.
         """
         request = m.DrainRequest(timeout=timeout, scope=scope)
         return _post("/service/drain", m.ServiceState, request, idempotent=True, server_wait=timeout)

@@ -7,5 +7,5 @@ needs (`scripted_model.py`, `profiles.py`). Each check has a measured result; wh
 
 Fidelity: real agents and a real vLLM with forced answers show whether the trained tokens are the sampled ones.
 `awkward_answers.py` writes the answers, `forced_vllm.py` makes vLLM sample them, and `fidelity.py` counts every sampled
-token as trained or excluded and explains where a prompt differs from them.
+token as trained or excluded and explains where a prompt differs from the sampled tokens.
 """

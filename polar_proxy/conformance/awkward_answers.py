@@ -2,10 +2,10 @@
 
 The scripted model of the conformance checks decides *what* is done (tool names and arguments are the harness's own).
 This module decides *how* it is written: as a policy at temperature 1 writes, not as a serialiser or tokenizer does.
-The answers have JSON in five styles, characters beyond ASCII, optional arguments of every scalar type, empty and nested
-arguments, two tool calls at once, text before a tool call, white space around everything, long answers, long outputs,
-and texts sampled as other tokens than the tokenizer would cut them into. A harness or a chat template changes each of
-these, so that a re-rendered prompt differs from the sampled tokens.
+The answers have JSON in five styles, characters beyond ASCII, optional booleans and numbers as arguments, empty and
+nested arguments, two tool calls at once, text before a tool call, white space around everything, commands with long
+outputs, and texts sampled as other tokens than the tokenizer would cut them into; some answers are long. A harness or a
+chat template changes each of these, so that a re-rendered prompt differs from the sampled tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class JsonStyle:
     reverse: bool = False
     """Write keys in the opposite order."""
     exponents: bool = False
-    """Write whole numbers as 1.0 or 2e4."""
+    """Write whole numbers as 1.0, and multiples of 1000 as 20e3."""
 
 
 STYLES: Mapping[str, JsonStyle] = {
@@ -88,7 +88,7 @@ class StyledStep:
     silent: bool = False
     """Leave out the reasoning."""
     options: bool = False
-    """Also pass optional arguments of the tool, of every scalar type."""
+    """Also pass the tool's optional arguments that are booleans or numbers."""
     odd_calls: bool = False
     """Add a tool call without arguments, and one of a tool that does not exist."""
 
@@ -200,11 +200,11 @@ def qwen_text(reply: ScriptedReply) -> str:
 
 
 def split_randomly(text: str, *, every: int, whole: re.Pattern[str] = _TAG) -> list[str]:
-    """Cut `text` at random places, on average after one of `every` characters; 0 cuts nowhere.
+    """Cut `text` at random places, on average once in `every` characters; 0 cuts nowhere.
 
-    Texts that match `whole`, a pattern with one group around all of it, are not cut: by default the tags of Qwen.
-
-    The same text is always cut at the same places, so that a repeated request gets the same tokens.
+    Parts of the text that match `whole` are not cut; by default these are Qwen's tags. The pattern must have exactly
+    one group, around all of it. The same text is always cut at the same places, so that a repeated request gets the
+    same tokens.
     """
     chance = random.Random(text)
     pieces: list[str] = []

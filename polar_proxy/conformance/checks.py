@@ -9,7 +9,7 @@ Two counts run over all scenarios:
 * *lost*: a model answer with status 200 whose last byte was handed to the agent's socket, and whose call is not in the
   store. Polar's own pipeline is not trusted for this: the answer is observed at the recording proxy's sockets, and the
   call is looked up in the database.
-* *doubled*: an answered call (`ok`, `no_tokens`) with the same request as an earlier answered call of the session,
+* *doubled*: an answered call (`types.ANSWERED`) with the same request as an earlier answered call of the session,
   unless the edge of the later call is `retries`. Requests are the same if they have the same messages and tools, as
   JSON with sorted keys and without cache marks, or the same stored fingerprint. (A retry that was joined to the first
   call is not recorded as a separate call.)

@@ -67,8 +67,8 @@ class ExplainedDrift:
     rendered: tuple[str, ...]
     """Texts of the tokens from `position` on, as the engine rendered them."""
     causes: tuple[DriftCause, ...]
-    """Why the prompt differs. Other causes after `retokenised` explain a difference of texts that follows the first
-    difference, which is one of tokens only."""
+    """Why the prompt differs. If further causes follow `retokenised`, the first tokens that differ have the same text,
+    and the further causes explain why later texts differ."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """A vLLM engine that samples given texts; everything except the choice of tokens is the real server's.
 
-Template, tokenizer, parsers, prompts and log-probabilities are vLLM's own. Each request carries the tokens to sample,
-for a plugin in the server (`vllm_plugin/polar_forced_tokens.py`), for conversations and for exact prompts alike.
+Template, tokenizer, parsers, prompts and log-probabilities are vLLM's own. Each request, for a conversation or for an
+exact prompt, carries the tokens to sample, which a plugin in the server reads (`vllm_plugin/polar_forced_tokens.py`).
 `make_model` and `save_random_model` write models for such a server.
 """
 
@@ -31,7 +31,8 @@ PLUGIN = Path(__file__).resolve().with_name("vllm_plugin")
 """Folder of the plugin. Start the server with it on PYTHONPATH, and with `--logits-processors` LOGITS_PROCESSOR."""
 LOGITS_PROCESSOR = "polar_forced_tokens:ForcedTokens"
 CUT_EVERY = 40
-"""Average distance, in characters, of the places where an answer is split otherwise than by the tokenizer."""
+"""Average number of characters between the places where an answer is cut before it is tokenized, so that it gets other
+tokens than the tokenizer's own."""
 
 
 TEMPLATES = {

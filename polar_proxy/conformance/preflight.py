@@ -91,7 +91,7 @@ async def _check_program(sandbox: Sandbox, program: str) -> PreflightCheck:
 
 
 async def _check_start(adapter: HarnessAdapter, installed: Installation, sandbox: Sandbox) -> list[PreflightCheck]:
-    """Check that the harness's version command prints the installed version. No checks if it has no such command."""
+    """Check that the harness's version command prints the installed version. Return no check without such a command."""
     program, root = str(installed.program), str(installed.root)
     argv = [word.replace("{program}", program).replace("{root}", root) for word in adapter.info.version_command]
     if not argv:
@@ -261,8 +261,8 @@ def _price(settings: Settings, model: str) -> InstallCheck:
     except PolarError as error:
         return InstallCheck("price", "failed", str(error), "correct the setting gateway.prices")
     if prices is None:
-        fix = "name a price file that has it by the setting gateway.prices"
-        return InstallCheck("price", "note", f"no price of {model} is known: its calls have none", fix)
+        fix = "set gateway.prices to a price file that has this model"
+        return InstallCheck("price", "note", f"no price of {model} is known: its calls are recorded without one", fix)
     per_token = f"{prices.input:g} USD for a million prompt tokens, {prices.output:g} for sampled ones"
     return InstallCheck("price", "ok", f"{per_token} ({prices.date}, {prices.source})")
 

@@ -38,25 +38,25 @@ class HarnessProfile:
     wait_for_subagent: tuple[str, Arguments] | None = None
     """The tool call that waits for the sub-agent, if starting it does not wait; `{agent}` is the sub-agent's id."""
     answer_format: Literal["tools", "terminus", "aider"] = "tools"
-    """How the model acts: by tool calls, or by a text in the form of one harness."""
+    """How the model acts: by tool calls, or by text in the format of Terminus 2 or aider."""
     command_suffix: str = ""
     """Appended to each command, for a harness that sometimes loses the output of a command that ends at once."""
     one_request_per_turn: bool = False
-    """True if the harness asks the model once for each message of the user."""
+    """True if the harness asks the model only once for each message of the user."""
     max_steps: int = 40
     refusal_status: int = 401
     """The HTTP status at which the harness gives up instead of retrying forever."""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Checks that do not apply to the harness, with the reason."""
     rebuilds_history: str = ""
-    """Why the second turn does not extend the first one's messages, so that it is a `root`."""
+    """Why the second turn does not extend the first turn's messages, so that it is a `root`; empty if it does."""
     context_error: bool = False
     """True if the harness summarises after an error that the prompt is too long, and ignores the reported usage."""
     context_window: int | None = None
     """The context length that the harness is configured with; None: the length that it assumes by itself. Of the
     checks, only `compaction` configures it."""
     full_prompt_tokens: int = 2_000_000
-    """Prompt length, in tokens, at which the harness takes its context for full but does not give up."""
+    """Prompt length, in tokens, at which the harness considers its context full but does not give up."""
     compaction_steps: int = 4
     """Number of commands after which the harness has summarised."""
     filling_command: str = "true"

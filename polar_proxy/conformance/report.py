@@ -149,7 +149,7 @@ def _fidelity_page(rows: Sequence[Json]) -> list[str]:
 
 
 def _place(template: str) -> tuple[int, str]:
-    """Return a sort key that gives a template its place on the page: those of TEMPLATE_TITLES first, others by name."""
+    """Return the sort key of a template: those of TEMPLATE_TITLES come first, in this order, then others by name."""
     known = list(TEMPLATE_TITLES)
     return (known.index(template), "") if template in known else (len(known), template)
 

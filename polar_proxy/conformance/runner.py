@@ -88,7 +88,7 @@ async def choose_kind(sandbox: str) -> SandboxKind:
 
 
 class ScenarioRunner:
-    """A gateway and a recording proxy in front of it. `patience` multiplies all time limits."""
+    """A gateway and a recording proxy in front of it. `patience` multiplies the time limit of each program."""
 
     def __init__(
         self,

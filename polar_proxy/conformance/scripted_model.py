@@ -149,7 +149,7 @@ class ScriptedModel:
         return self._main_reply(received)
 
     def _main_reply(self, received: ReceivedRequest) -> ScriptedReply:
-        """Return the reply to the main conversation, with the padding, faults and delays of its scenario."""
+        """Return the reply to the main conversation, with the faults, delays and full context of the scenario."""
         number = received.step
         step = self.steps[number] if number < len(self.steps) else "finish"
         subagent, agent_id = f"child-{self.nonce}", _subagent_id(received.request)
@@ -223,7 +223,7 @@ def step_reply(
     """Return the scripted answer for `step` of a scenario, in the form that the harness understands.
 
     The answer contains `tag`. Later requests repeat the answer, so their highest tag shows how far the run is. If the
-    step starts a sub-agent, `subagent` marks its task; if it waits for a sub-agent, `agent_id` is the id of that one.
+    step starts a sub-agent, `subagent` marks its task; if it waits for a sub-agent, `agent_id` is the sub-agent's id.
     """
     if profile.answer_format == "terminus":
         return _terminus_reply(step, tag)

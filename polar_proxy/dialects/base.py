@@ -65,8 +65,8 @@ class AnswerChoice(AssistantDraft):
     versions: list[tuple[int, str]] = field(default_factory=list)
     """(position of the first token, policy version) of each run of tokens that were sampled under one version."""
     reasoning_tokens: int | None = None
-    """Number of tokens up to the end of the reasoning; None without reasoning, and if the engine sent its end together
-    with text, so that the position is unknown."""
+    """Number of tokens up to the end of the reasoning. None if there is no reasoning, or if its last token is unknown
+    because the engine sent it in one event with text or tool calls."""
 
     def add(self, event: SampleEvent) -> None:
         if event.text:
@@ -126,7 +126,7 @@ class Answer:
     choices: dict[int, AnswerChoice] = field(default_factory=dict)
     """The choices by their index."""
     usage: Usage | None = None
-    """The provider's own count; used only if the engine reports no token ids."""
+    """The provider's token counts. They replace the counts of token ids if the engine reports no token ids."""
     ended_at: float | None = None
     """When the answer ended, in seconds since the epoch."""
     response_id: str | None = None
@@ -230,7 +230,7 @@ class ParsedRequest:
     requests: tuple[EngineRequest, ...]
     stream: bool
     messages: tuple[tuple[bytes, ...], ...]
-    """The messages of each of `requests`, every one as the JSON bytes to store."""
+    """For each of `requests`, its messages, each as the JSON bytes to store."""
     tools: bytes | None
     params: Json
     """The other fields of the body, to store."""
@@ -337,9 +337,10 @@ class Dialect(ABC):
         return {**params, **self.message_fields([orjson.loads(message) for message in messages]), **stored_tools}
 
     def check_length(self, request: EngineRequest, engine: EngineInfo) -> None:
-        """Raise RequestError if the provider refuses requests for more tokens than the model's longest answer.
+        """Raise RequestError if `request` asks for more tokens than the model's longest answer and the provider of this
+        dialect refuses such requests.
 
-        By default nothing is refused: the answer ends early.
+        By default nothing is refused, and the answer ends early.
         """
         return
 
@@ -353,7 +354,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def error_body(self, error: RequestError, request_id: str) -> bytes:
-        """Return the response body of an error in the provider's own shape.
+        """Return the response body of an error in the provider's own format.
 
         `request_id`: the id that is also in the response's headers.
         """

@@ -1,6 +1,6 @@
 """Custom tools, whose input is free text, as functions with one string parameter `input`.
 
-Engines know only functions. The description contains the tool's grammar; it is not enforced.
+Engines know only functions. The function's description contains the tool's grammar, which is not enforced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COMPLETE = re.compile(
 def custom_parameters(description: Any, form: Any) -> Json:
     """Return description and parameters of the function that replaces a custom tool.
 
-    `form`: the tool's `format`; with a grammar it has a `definition` and a `syntax`.
+    `form`: the object that may hold the tool's grammar, in the fields `definition` and `syntax`.
     """
     lines = [description] if isinstance(description, str) and description else []
     lines.append("Give the whole text as the string `input`.")

@@ -1,4 +1,4 @@
-"""Forms shared by the dialects: JSON values to store, server-sent events, and text sealed in opaque strings.
+"""Encodings shared by the dialects: JSON values to store, server-sent events, and text sealed in opaque strings.
 
 Many clients send only a provider's opaque string (a signature, encrypted content) back and drop the reasoning beside
 it. So the reasoning itself travels in that string, as base64 of a prefix and the compressed text.

@@ -42,12 +42,12 @@ class ExactPrompt:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is. None: the engine does not report this value."""
+    """How busy an engine is. A field is None if the engine does not report it."""
 
     kv_usage: float | None = None
     """Share of the key-value cache that running requests occupy, 0 to 1; the mean over replicas."""
     waiting: int | None = None
-    """Number of requests that wait for a place in a batch."""
+    """Number of requests that wait to be added to a batch."""
     running: int | None = None
     """Number of requests whose answers are being sampled."""
     replicas: int = 1
@@ -74,7 +74,7 @@ class Engine(ABC):
         """
 
     async def accept_prompt(self, request: ChatRequest, token_ids: TokenIds) -> ExactPrompt:
-        """Check that the answer to `request` can be sampled from exactly these ids and parsed like any other answer.
+        """Check that the answer to `request` can be sampled from exactly `token_ids` and parsed like any other answer.
 
         Raises CannotContinueError. An engine with the capability `continue` may still refuse single requests, for
         example with template options for which its answer parser was not verified.
@@ -84,7 +84,7 @@ class Engine(ABC):
         return ExactPrompt(token_ids)
 
     def not_carried(self, request: EngineRequest) -> tuple[str, ...]:
-        """Return the names of the request's options that the engine cannot pass to its provider. They are recorded."""
+        """Return the names of the request's options that the provider does not get. The call's record has them."""
         return ()
 
     async def constrains(self, request: EngineRequest) -> bool:
@@ -100,7 +100,7 @@ class Engine(ABC):
     ) -> AsyncGenerator[SampleEvent, None]:
         """Generate an answer. Raises RequestError for a bad request and EngineError if the engine fails.
 
-        With `prompt` the engine samples from exactly those ids instead of rendering the conversation. `request` then
+        With `prompt` the engine samples from exactly its ids instead of rendering the conversation. `request` then
         sets only the sampling parameters and how the answer is parsed. `stream=False` means that the client wants the
         answer in one piece, so the engine may yield it in fewer, larger events.
         """
@@ -175,8 +175,8 @@ def enforced_format(request: ChatRequest) -> Json | None:
 def is_constrained(request: EngineRequest, info: EngineInfo) -> bool | None:
     """Return whether this engine constrains the answer by a grammar, so that it is not a free sample of the policy.
 
-    None if the request asks for no response format and demands no tool call; False if it does, but the engine enforces
-    nothing of it.
+    None if the request asks for neither a response format nor a required tool call; False if it asks for one, but the
+    engine does not enforce it.
     """
     if not isinstance(request, ChatRequest) or not (_demands_call(request) or request.response_format is not None):
         return None

@@ -29,7 +29,7 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what a model writes; it renders as its content."""
+    """The block `{% generation %}`, which marks what a model writes. Only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -142,7 +142,7 @@ class ModelFiles:
 
 
 def find_model_folder(name: str) -> Path | None:
-    """Return the folder of a model that a server names by its path, or by its name on the Hugging Face Hub."""
+    """Return the folder of a model from its path or its name on the Hugging Face Hub; None if it is not on disk."""
     if (folder := Path(name)).is_dir():
         return folder
     try:
@@ -156,7 +156,10 @@ def find_model_folder(name: str) -> Path | None:
 
 
 def template_message(message: Message, *, content_parts: bool = False) -> Json:
-    """Return a message as templates expect it: content as one string, tool-call arguments as an object."""
+    """Return a message as templates expect it, with tool-call arguments as an object.
+
+    The content becomes one string; with `content_parts`, a list with one text part.
+    """
     out = message.to_openai()
     content = flat_text(message.content)
     out["content"] = [{"type": "text", "text": content}] if content_parts and content else content

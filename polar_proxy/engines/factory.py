@@ -89,7 +89,8 @@ def _url(settings: EngineSettings, example: str) -> str:
 def _local(settings: EngineSettings) -> Engine:
     if settings.url:
         raise UsageError(
-            "--engine-url is for the other engines (vllm, openai, ...); the local engine runs in this process."
+            "--engine-url is for engines behind a server (vllm, openai, ...), but the local engine runs in this "
+            "process: leave the option out, or choose another --engine."
         )
     path = POLAR_TINY if is_bundled(settings) else Path(str(settings.model)).expanduser()
     if not (path / "config.json").is_file():
@@ -104,7 +105,7 @@ def _local(settings: EngineSettings) -> Engine:
 
 
 def _by_name(kind: str) -> Engine:
-    """Return an instance of the class that `kind`, `module:Class`, names."""
+    """Import the engine class that `kind` names as `module:Class`, and return an instance made without arguments."""
     module_name, separator, class_name = kind.partition(":")
     if not separator:
         raise UsageError(

@@ -57,9 +57,10 @@ class HermesParser:
         self._implied = reasoning in ("implied", "implied_call")
         self._call_ends_thought = tools and reasoning == "implied_call"
         self._blank = ""
-        """White space that is content only if other content follows."""
+        """White space at the beginning of a block. It becomes text if other text follows, or if the answer ends without
+        a tool call."""
         self._has_content = False
-        """Whether content was found since the last block."""
+        """Whether text was found since the start or the last tool call."""
         self._scan = _EndTagScanner()
         self._out_text: list[str] = []
         self._out_reasoning: list[str] = []
@@ -93,7 +94,7 @@ class HermesParser:
     # Each state consumes a part of the buffer and returns whether the next state may consume more.
 
     def _start(self, final: bool) -> bool:
-        """State before the first text of the answer (white space does not count). Only here `<think>` is a tag."""
+        """State before the first text of the answer, except white space. `<think>` is a tag in this state only."""
         body = self._buffer.lstrip()
         if body.startswith(THINK):
             self._buffer = body[len(THINK) :]
@@ -166,7 +167,7 @@ class HermesParser:
             self._blank += text
 
     def _release(self, tags: tuple[str, ...], final: bool) -> str:
-        """Take everything from the buffer that cannot be the beginning of one of `tags`."""
+        """Remove the buffer's text and return it, except for an end that may be the beginning of one of `tags`."""
         cut = len(self._buffer) if final else possible_start(self._buffer, tags)
         text, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return text
@@ -183,7 +184,7 @@ def reasoning_kind(template: str | None, prompt: str) -> Reasoning:
 
 
 def possible_start(text: str, words: Sequence[str]) -> int:
-    """Return the first position from which the rest of `text` may be the beginning of one of `words`, or len(text)."""
+    """Return the start of the longest suffix of `text` that is a proper prefix of one of `words`, or else len(text)."""
     longest = max(map(len, words), default=1) - 1
     for place in range(max(len(text) - longest, 0), len(text)):
         if any(word.startswith(text[place:]) for word in words):

@@ -7,8 +7,8 @@ Promises:
 
 * A connection carries one request at a time. It is used again after a complete response, and closed otherwise. So the
   server stops its work if an `HttpResponse` is closed early, or if the task that waits for it is cancelled.
-* A request raises only OSError (ConnectionError, TimeoutError, ...).
-* A slow reader slows the server down: at most `_HIGH_WATER` bytes wait here.
+* Every failure of a valid request is an OSError (ConnectionError, TimeoutError, ...).
+* A slow reader slows the server down: reading from the socket pauses while more than `_HIGH_WATER` bytes are unread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import httptools
 
 _HIGH_WATER = 1 << 20
 _TARGET = re.compile(rb"/[!-~]*")
-"""Path and query of a request: without spaces, line breaks and other signs that would end it."""
+"""Path and query of a request: without spaces, line breaks and other characters that would end them."""
 
 
 class NoResponseError(ConnectionResetError):
@@ -35,7 +35,7 @@ class NoResponseError(ConnectionResetError):
 
 
 class NotSentError(NoResponseError):
-    """The connection had been closed, so nothing of the request was sent."""
+    """The connection was already closed, so nothing of the request was sent."""
 
 
 class HttpResponse:
@@ -54,8 +54,8 @@ class HttpResponse:
         """Set while there is something to read, and at the end of the body."""
         self._connection = connection
         self._error: str | None = None
-        """How the connection broke, as text. A raised exception would refer to its frames, which refer to this
-        object."""
+        """How the connection broke. Kept as text, because an exception refers to its frames, which refer to this
+        object: a reference cycle."""
 
     async def read_some(self) -> bytes:
         """Wait for some of the body and return it; empty at the end. Raises ConnectionError if the connection broke."""
@@ -177,9 +177,9 @@ class _ClientConnection(asyncio.Protocol):
         del self._parser  # it refers to this connection
 
     def _broken(self, kind: type[ConnectionError], message: str) -> None:
-        """End the open request, if there is one.
+        """End the open request, if there is one, with an error.
 
-        If the headers of its response have not arrived, it fails with `kind`; otherwise reading the body fails.
+        Before the headers have arrived, `exchange` raises `kind`; after that, reading the body raises ConnectionError.
         """
         response, self._response = self._response, None
         head, self._head = self._head, None
@@ -312,5 +312,5 @@ class HttpClient:
 
 @cache
 def _tls_context() -> ssl.SSLContext:
-    """Return the TLS settings of all clients. To make them takes 40 ms, in which the event loop is blocked."""
+    """Return the TLS context that all clients share, because making one blocks the event loop for 40 ms."""
     return ssl.create_default_context()

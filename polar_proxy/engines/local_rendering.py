@@ -1,8 +1,8 @@
-"""Render a server's conversations in this process, where that gives the server's own renderings.
+"""Render a server's conversations in this process, if the result is equal to the server's own rendering.
 
-The template comes from the model's folder (vLLM), or from the server (llama.cpp). It is used for a set of tools and
-template options if one whole conversation with them is rendered to the same ids or the same text here and by the
-server; every 32nd conversation is compared again. Anything else is rendered by the server.
+The template comes from the model's folder (vLLM), or from the server (llama.cpp). The first conversation with a set of
+tools and template options is rendered both here and by the server. If the ids (or texts) are equal, later conversations
+with this set are rendered here, and every 32nd is compared again; if not, the server renders them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _CONVERSATION = (
     Message("assistant", "It is 1 2 3.", reasoning="I see."),
     Message("user", "Again."),
 )
-"""A test conversation. At the start, its beginnings are rendered here and by the server, and the results are compared.
-A beginning that the template refuses must be refused by the server too."""
+"""A test conversation. At the start, its first two, four and six messages are rendered here and by the server, and the
+results are compared. What the template refuses here must be refused by the server too."""
 
 Rendering = TypeVar("Rendering", list[int], str)
 Render = Callable[..., Awaitable[Rendering]]
@@ -64,7 +64,7 @@ class LocalRenderer(Generic[Rendering]):
         render: Render[Rendering],
         encode: Callable[[str], Rendering],
     ) -> None:
-        """`render` returns the server's rendering, ids or text; `encode` converts a text rendered here to that form."""
+        """`render` returns the server's rendering, ids or text; `encode` turns a text rendered here into the same."""
         self._template = template
         self._encode: Callable[[str], Rendering] = encode
         self._form = form
@@ -78,9 +78,9 @@ class LocalRenderer(Generic[Rendering]):
     async def find(
         cls, template: ModelTemplate, render: Render[Rendering], encode: Callable[[str], Rendering]
     ) -> LocalRenderer[Rendering] | None:
-        """Return a renderer that gives the server's renderings of a test conversation and of its beginnings.
+        """Return a renderer with the `MessageForm` that gives the server's renderings of the test conversation.
 
-        Tries every `MessageForm`, and returns None if none of them gives the same.
+        Returns None if no form does.
         """
         requests = [ChatRequest("", _CONVERSATION[:end], tools=tools) for end in (2, 4, 6) for tools in ((), (_TOOL,))]
         wanted = [await _unless_refused(render(request)) for request in requests]
@@ -133,7 +133,9 @@ class LocalRenderer(Generic[Rendering]):
         # In the thread even if the request is not large: a whole conversation is encoded, which takes milliseconds.
         same = wanted == await self._thread.run(True, self._rendered, request)
         if not same:
-            log.warning("the server renders a conversation otherwise than this template: it is asked from now on")
+            log.warning(
+                "this process and the server render a conversation differently, so the server renders from now on"
+            )
         if len(self._proved) >= _KEPT_PROOFS:
             self._proved.clear()
         self._proved[self._key(request)] = same

@@ -28,8 +28,8 @@ class _ChoiceState:
     """True once the first tool call has begun."""
     ended: bool = False
     held: list[SampleEvent] = field(default_factory=list)
-    """Events since the first tool call that have no text, reasoning or piece of a tool call. They are held back,
-    because their tokens may begin a second tool call."""
+    """Events after the first tool call that carry tokens, but no text, reasoning or piece of a tool call. They are held
+    back, because these tokens may begin a second tool call."""
 
 
 class OneCallLimit:
@@ -40,8 +40,8 @@ class OneCallLimit:
         self._cut = False
         self._states: dict[int, _ChoiceState] = {}
         self.hides_tokens = False
-        """One event had the end of the first call and the beginning of the second, so that the tokens of both are
-        recorded. Such an answer cannot be trained or continued."""
+        """True if one event had both the end of the first call and the beginning of the second, so that tokens of the
+        second are recorded. Such an answer cannot be trained or continued."""
 
     async def apply(self, events: AsyncGenerator[SampleEvent, None]) -> AsyncGenerator[SampleEvent, None]:
         """Yield the events up to the first call of each choice. Closes `events` when all choices have ended."""

@@ -24,9 +24,9 @@ from polar_proxy.types import EngineInfo, Json, Message, SampleEvent, Sampling
 
 CONNECT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 3.0
-"""How long an idle connection is kept: less than the five seconds after which uvicorn, and so vLLM, closes it."""
+"""How long an idle connection is kept. Less than five seconds, after which uvicorn (and so vLLM) closes it."""
 ANSWER_SECONDS = 30.0
-"""Time-out of a GET request until the headers of the response arrive."""
+"""Time-out of a GET request, from its start to the headers of the response."""
 RETRY_WITHIN_SECONDS = 1.0
 FINISH_SECONDS = 1.0
 
@@ -58,16 +58,17 @@ class OpenAIClient:
         headers: Mapping[str, str] = MappingProxyType({}),
         read_error: ErrorReader = api_error,
     ) -> None:
-        """`url` is the server's root, with or without `/v1`. `auth` is the header that carries `api_key`, and the key's
-        prefix.
+        """`url` is the server's root, with or without `/v1`. `auth`: the name of the header that carries `api_key`, and
+        the text before the key in its value.
 
-        `keep_alive=False` opens a connection for each request. `headers` are sent with every request."""
+        `keep_alive=False` opens a connection for each request. `headers` are sent with every request.
+        """
         if not url.startswith(("http://", "https://")):
             raise RequestError(f"The engine's URL must begin with http:// or https://, got {url!r}.")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.thread = OffloadThread("polar-engine-requests")
         self.opened = False
-        """Whether the engine is entered and not left yet. Requests are sent only then."""
+        """True while the engine is entered. Requests are sent only then."""
         self.name = f"The engine at {self.url}"
         """Name of the server in error messages."""
         self._key = api_key
@@ -219,7 +220,7 @@ def _describe(error: BaseException) -> str:
 
 
 def sampling_fields(sampling: Sampling, names: Sequence[str], *, stream: bool) -> Json:
-    """Return a request's sampling parameters: those in `names` that are set, and those that every server knows."""
+    """Return the sampling fields of a request body: the fields `names`, n, stop and logit_bias if set, and `stream`."""
     body: Json = {name: value for name in names if (value := getattr(sampling, name)) is not None}
     if sampling.n != 1:
         body["n"] = sampling.n
@@ -234,12 +235,12 @@ def sampling_fields(sampling: Sampling, names: Sequence[str], *, stream: bool) -
 
 
 def server_message(message: Message) -> Json:
-    """Return a message in the form that servers with a chat template accept.
+    """Return a message as servers with a chat template accept it.
 
     Servers refuse a conversation in which the arguments of a tool call are not JSON, even if their own model wrote
-    them so. Such arguments are sent as a JSON string, which servers accept and templates print unchanged. Reasoning
-    is sent under both of its names, `reasoning` and `reasoning_content`: the chat route of vLLM accepts either, but
-    its `/tokenize` (0.32) drops the second; older and other servers accept only the second.
+    these arguments. Such arguments are sent as a JSON string, which servers accept and templates print unchanged.
+    Reasoning is sent under both of its names, `reasoning` and `reasoning_content`: the chat route of vLLM accepts
+    either, but its `/tokenize` (0.32) drops the second; older and other servers accept only the second.
     """
     out = message.to_openai()
     if message.reasoning is not None:

@@ -1,4 +1,4 @@
-"""Answers of an OpenAI-compatible server, streamed or in one piece, as `SampleEvent`s or typed errors. No I/O.
+"""Decode answers of an OpenAI-compatible server, streamed or not, to `SampleEvent`s or typed errors. No I/O.
 
 Invariant: all `token_ids` that the server sent for a choice come out once and in order, each with the log-probability
 that the server reported for it. Missing values are marked as unknown and never made up:
@@ -36,7 +36,7 @@ _CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum mo
 
 @dataclass(slots=True)
 class _PendingEvent:
-    """The part of one choice that has arrived and was not emitted yet."""
+    """The data of one choice that have arrived and were not emitted yet."""
 
     stage: int = 0
     text: str = ""
@@ -52,10 +52,10 @@ class _PendingEvent:
 
 
 class ChunkDecoder:
-    """Decoder of the chunks of one answer, or of the one object of an unstreamed answer, into events.
+    """Decoder of one answer, either the chunks of a stream or one object, into events.
 
-    `feed` merges all chunks that came with one read of the socket into one event per choice: a busy gateway thus
-    handles larger steps, and an idle one passes on each token as it comes.
+    `feed` merges all chunks of one read of the socket into one event per choice. So a busy gateway handles fewer,
+    larger events, and an idle one passes on each token as it comes.
     """
 
     def __init__(self, sampling: Sampling, name: str, *, expect_ids: bool = True) -> None:
@@ -76,7 +76,7 @@ class ChunkDecoder:
         try:
             return self._feed(chunks)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
+            raise EngineError(f"{self._name} sent an answer in an unknown format: {error!r}.") from error
 
     def end(self) -> list[SampleEvent]:
         """Return the last event of each choice. Raises EngineError if the answer is not complete."""
@@ -147,7 +147,7 @@ class ChunkDecoder:
             self._usage = openai_usage(usage, chunk)
 
     def _find_prompt(self, chunk: Json, choices: Sequence[Json]) -> None:
-        """Find the prompt's ids. Chat answers have them at the top level, completions in each choice."""
+        """Store the prompt's ids if the chunk has them: chat answers at the top level, completions in each choice."""
         for holder in (chunk, *choices):
             if holder.get("prompt_token_ids") is not None:
                 self._prompt = holder["prompt_token_ids"]
@@ -199,7 +199,8 @@ class ChunkDecoder:
                 pending.top.extend(map(_top, entries))
 
     def _check_ids(self, ids: Sequence[int], texts: Sequence[str]) -> None:
-        """Raise EngineError if one of `texts`, those beside the log-probabilities, is the id of another token."""
+        """Raise EngineError if one of `texts`, the texts beside the log-probabilities, is `token_id:N` with an N other
+        than the token's id."""
         if _ID_NAME not in "".join(texts):  # most servers send no ids here
             return
         for token_id, text in zip(ids, texts, strict=True):
@@ -234,7 +235,7 @@ class ChunkDecoder:
 
 
 def openai_usage(usage: Json, answer: Json) -> Usage | None:
-    """Return the token counts of a chat or completions answer; None if it has no whole numbers."""
+    """Return the token counts of a chat or completions answer; None if they are missing or not integers."""
     prompt, sampled = usage.get("prompt_tokens"), usage.get("completion_tokens")
     if not isinstance(prompt, int) or not isinstance(sampled, int):
         return None
@@ -252,10 +253,10 @@ def openai_usage(usage: Json, answer: Json) -> Usage | None:
 
 
 def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
-    """Return (first position, policy version) of each run of an answer's tokens, from vLLM's `weight_versions`.
+    """Return (first position, policy version) of each run of tokens that one version sampled.
 
-    At the end of an answer, vLLM sends spans `{"version", "start", "end"}` over its tokens. Spans are ignored if they
-    do not begin at the first token, have a gap or overlap.
+    `spans`: the `weight_versions` that vLLM sends at the end of an answer, `{"version", "start", "end"}` each. They are
+    ignored if they do not begin at the first token, have a gap or overlap.
     """
     out: list[tuple[int, str]] = []
     end = 0
@@ -269,14 +270,14 @@ def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
 
 
 def _token_texts(logprobs: Json) -> Sequence[str]:
-    """Return the text beside each of a chunk's log-probabilities."""
+    """Return the token text that belongs to each log-probability of a chunk."""
     if "token_logprobs" not in logprobs:
         return [entry.get("token", "") for entry in logprobs.get("content") or ()]
     return logprobs.get("tokens") or [""] * len(logprobs["token_logprobs"] or ())
 
 
 def _chat_entries(logprobs: Json) -> Sequence[Json]:
-    """Return a chunk's log-probabilities as Chat Completions writes them, one entry for each token."""
+    """Return a chunk's log-probabilities in the format of Chat Completions, one entry for each token."""
     if "token_logprobs" not in logprobs:
         return logprobs.get("content") or ()
     values = logprobs["token_logprobs"] or ()
@@ -293,7 +294,7 @@ def _chat_entries(logprobs: Json) -> Sequence[Json]:
 
 
 def tool_delta(call: Json, position: int) -> ToolDelta:
-    """Return a piece of a streamed tool call. `position`: the index that is used if the piece has none."""
+    """Return a delta of a tool call. `position` is its index if the server sent none."""
     function = call.get("function") or {}
     return ToolDelta(
         index=call.get("index", position),
@@ -346,12 +347,12 @@ def parse_json(raw: bytes, url: str) -> Any:
 
 
 def api_error(body: Any, status: int, name: str) -> PolarError:
-    """Return the typed error for an OpenAI error body; `name` is the server's name in its text.
+    """Return the typed error for an OpenAI error body. Its text names the server `name`.
 
     A refused key (401, 403) and an unknown route (404 that names neither model, parameter nor code) are faults of the
-    set-up, which the agent cannot fix: EngineError with status 502. Overload (429, 503) keeps its status, so that the
-    agent waits and tries again. Any other 4xx is the request's own fault: RequestError with its status, `param` and
-    `code`. The rest: EngineError, 502.
+    configuration, which the agent cannot fix: EngineError with status 502. Overload (429, 503) is an EngineError that
+    keeps its status, so that the agent waits and tries again. Any other 4xx is the request's own fault: RequestError
+    with its status, `param` and `code`. All others are an EngineError with status 502.
     """
     error = body.get("error", body) if isinstance(body, Mapping) else {}
     if isinstance(error, Mapping):
@@ -378,7 +379,7 @@ def api_error(body: Any, status: int, name: str) -> PolarError:
 class SseDecoder:
     """Decoder of an event stream into JSON. It decodes all events of one read of the socket together.
 
-    One `bytes.split` and one call of the JSON parser per read: with one event per token, decoding each event by itself
+    A read costs one `bytes.split` and one call of the JSON parser. An event has one token, so decoding each by itself
     would cost more than all other work on the token.
     """
 

@@ -1,4 +1,4 @@
-"""`scripted`: an engine without a model. It gives the answers of a script, token by token, with real ids.
+"""`scripted`: an engine without a model. It returns the answers of a script, token by token, with token ids.
 
 It is used to check everything except the model: in `polar conformance`, in tests, and when connecting an agent. Its
 tokens are bytes (id = byte + 3; 0 is padding, 1 begins a turn, 2 ends it), so any id can be checked by hand, and the
@@ -41,14 +41,14 @@ class ScriptedReply:
     pace: float = 0.0
     """Seconds before each event."""
     prompt_tokens: int = 0
-    """Minimum length of the prompt. A shorter prompt is padded at its start, so that the client believes that its
-    context is full."""
+    """Minimum length of the reported prompt in tokens. A shorter prompt gets padding at its start, so that the client
+    believes that its context is full."""
     error: Exception | None = None
-    """Raised after the rest of the reply, instead of its end."""
+    """Raised after the rest of the reply, instead of an end-of-turn token."""
 
     @classmethod
     def of(cls, answer: ScriptedAnswer) -> ScriptedReply:
-        """Return a script's answer as a reply. A script may also answer with a text, tool calls or an exception."""
+        """Convert a script's answer (a reply, text, tool call, list of tool calls or exception) to a reply."""
         if isinstance(answer, ScriptedReply):
             return answer
         if isinstance(answer, str):

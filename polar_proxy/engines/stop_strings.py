@@ -8,7 +8,7 @@ from polar_proxy.engines.hermes import possible_start
 
 
 class StopStrings:
-    """Ends a text at the first of some strings. `stopped_at` is the one that ended it."""
+    """Cuts a text before its first stop string, which is then in `stopped_at`."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(filter(None, strings))
@@ -16,7 +16,7 @@ class StopStrings:
         self.stopped_at: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return the text that is now certain: without its end, if that may be the beginning of a stop string."""
+        """Return the text up to the stop string, or else all except an end that may be the beginning of one."""
         text = self._held + text
         found = [(place, string) for string in self._strings if (place := text.find(string)) >= 0]
         if found:

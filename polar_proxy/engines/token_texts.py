@@ -19,7 +19,7 @@ Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 
 class NoTextsError(PolarError):
-    """The tokens of a call cannot be turned into text. The message says why."""
+    """The tokens of a call cannot be decoded to text. The message says why."""
 
 
 async def token_texts(
@@ -27,8 +27,8 @@ async def token_texts(
 ) -> list[list[str]]:
     """Return the text of each token of the answers, with special tokens. A token that is part of a character is U+FFFD.
 
-    `info`: the engine that sampled them. `engine`: an entered engine, used if it serves that model; otherwise the files
-    of the model or the engine of `settings` are used. Raises NoTextsError.
+    `info`: the engine that sampled the answers. `engine`: an entered engine, used if it serves the same model; if it
+    does not, the model's files or the engine of `settings` are used. Raises NoTextsError.
     """
     if info is None:
         raise NoTextsError("No engine sampled this call.")

@@ -95,10 +95,10 @@ async def export_lines(
     Rows are made of the rollouts that match `where`, or of the sessions `session_ids`, or by default of every rollout
     and every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; those of trl
     and tinker have an advantage. Raises UsageError before the first row if the format, builder or advantage is unknown
-    or the conditions are invalid. An unknown session raises it too, but after the rows of the sessions before it.
+    or the conditions are invalid; for an unknown session, after the rows of the sessions before it.
 
-    A session is read and converted inside `turn`, so that several exports have one session in memory at a time. It
-    must be a context manager that can be entered again.
+    `turn`: a context manager that can be entered again, inside which each session is read and converted. Exports that
+    share one lock have one session in memory at a time.
     """
     _require_known(form, builder, FORMATS)
     convert: Convert = list

@@ -22,7 +22,7 @@ _IN_MEMORY = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class _StoredRow:
-    """The place of a row in the temporary file."""
+    """Offset and size in bytes of a row in the temporary file, and its reward."""
 
     reward: float
     at: int

@@ -131,8 +131,11 @@ class _ExportProcess:
         return header
 
     async def _ended(self) -> StoreError:
-        """Wait for a process that has closed its output. A signal to it could lose its status: Python's `Popen` takes
-        the status of a dead process before it sends one, and asyncio then reports 255 (gh-87744)."""
+        """Wait for the process, which has closed its output, and return the error to raise.
+
+        The process is not killed, because that could lose its exit status: Python's `Popen` reaps a dead process before
+        it sends a signal, and asyncio then reports 255 (gh-87744).
+        """
         await self._process.wait()
         return StoreError(
             f"The process of the export ended with status {self._process.returncode} before the export was complete; "

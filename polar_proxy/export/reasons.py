@@ -30,7 +30,7 @@ CALLS: Mapping[str, str] = {
     "raw_prompt": "calls with a raw prompt, which cannot be rescored",
     "unreadable": "calls whose stored request cannot be read",
     "template_refuses": "calls whose conversation the chat template of the scoring engine refuses",
-    "prompt_not_kept": "calls whose conversation with the answer does not begin with the rendered prompt",
+    "prompt_not_kept": "calls whose rendered prompt changes when the chat template also renders the answer",
     "no_end_of_turn": "calls whose answer the chat template does not end with an end of turn",
     "answer_not_kept": "calls whose answer the chat template drops or changes",
     "cut_call": "calls whose answer was cut and calls tools",

@@ -61,7 +61,7 @@ _ROUTES_OF_AGENTS = re.compile(r"(/v1|/v1alpha|/v1beta)?/models(/.*)?|/healthz|/
 
 
 _FOREIGN_HOST = (
-    "This gateway takes requests from its own machine only, and this one has the header '{}'. "
+    "This gateway takes requests from its own machine only, and this request has the header '{}'. "
     "If that name is right, add it to the setting gateway.allowed_hosts."
 )
 
@@ -69,8 +69,8 @@ _FOREIGN_HOST = (
 class GatewayApp:
     """Sends model requests straight to the handler and everything else to FastAPI.
 
-    A model call passes no middleware: FastAPI's own costs a measurable share of a call, and limits bodies to less than
-    agents send. A connection from inside a sandbox gets the routes that agents need, and no others.
+    A model call passes no middleware, because FastAPI's middleware costs a measurable share of a call and limits bodies
+    to a size that agents exceed. A connection from inside a sandbox gets only the routes that agents need.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class GatewayApp:
 
 
 def foreign_host(headers: asgi.Headers, hosts: frozenset[str]) -> str | None:
-    """Return the header and name of the first host that is neither this machine's nor among `hosts`, or None.
+    """Return the first header `Host` or `Origin` with a host that is neither this machine nor in `hosts`, or None.
 
     `Host` is the name in the URL: checking it stops pages whose own name resolves to this machine (DNS rebinding).
     `Origin` names the page that sends a request.
@@ -180,7 +180,7 @@ def _host_of(header: bytes, value: bytes) -> str | None:
 def split_path(path: str) -> tuple[str | None, str]:
     """Split the percent-encoded path `/s/{key}/rest` into (key, /rest). Any other path gives (None, path).
 
-    Both parts are decoded, so an encoded slash belongs to the key.
+    The path is split before it is decoded, so the key may contain an encoded slash.
     """
     if not path.startswith("/s/"):
         return None, unquote(path)
@@ -236,17 +236,17 @@ class ServerParts:
     router: EngineRouter
     metrics: GatewayMetrics
     record_problem: Callable[[], Awaitable[str | None]]
-    """Return within two seconds why calls cannot be recorded, or None."""
+    """Returns why calls cannot be recorded, or None, within two seconds."""
     started_at: int
 
     @property
     def infos(self) -> dict[str, EngineInfo]:
-        """The engines by the names of their models, that of the settings [engine] first."""
+        """The engines by model name; the engine of the settings section [engine] comes first."""
         engines = [served.engine.info for served in reversed(self.router.all)]
         return dict(reversed({info.model: info for info in engines}.items()))
 
     def info(self, model: str) -> EngineInfo:
-        """Return the engine of a model; for any other name, that of the settings [engine]."""
+        """Return the engine of a model; for an unknown name, the engine of the settings section [engine]."""
         return self.infos.get(model, self.router.default.served.engine.info)
 
 
@@ -357,7 +357,7 @@ def _model_card(parts: ServerParts, name: str) -> dict[str, Any]:
 
 
 def _is_google_client(request: Request) -> bool:
-    """Return whether the client is Google's, which may use the same path `/v1/models` as OpenAI's."""
+    """Return whether the client is Google's. Google's and OpenAI's clients both request `/v1/models`."""
     if request.url.path.startswith(("/v1alpha", "/v1beta")):
         return True
     return "x-goog-api-key" in request.headers or "x-goog-api-client" in request.headers

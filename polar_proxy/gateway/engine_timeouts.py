@@ -1,8 +1,8 @@
 """Time-outs of the engine: a call to which the engine sends nothing for too long ends with status 504.
 
-Only the time in which a call waits for the engine counts, not the time in which its client is slow to read. A token
-costs a few assignments and no timer of its own: each call has one timer, which checks from time to time how long the
-call has waited.
+Only the time in which a call waits for the engine counts, not the time in which its client is slow to read. Restarting
+a timer at every token would cost time, so each call has one timer, which checks at intervals how long the call has
+waited.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Find out whether a call failed because of the engine, or because of a request that the engine can never answer.
 
 An agent that makes the engine fail on purpose (a parameter or text that the engine answers with a 5xx status) must not
-get another attempt for it. So the request of a rollout's failed call is kept, and can be tried again. If it fails
-before and after a plain request that the engine answers, it is at fault. Tokens that are sampled here are never
-recorded, sent or trained on. A hosted model is paid for each request and is never tried again: its failures count as
-the provider's.
+get another attempt for it. So the last failed request of each rollout is kept, and can be sent to the engine again. It
+is at fault if it fails twice and the engine answers a plain request ("Hello") in between. Tokens that are sampled here
+are never recorded, sent or trained on. A hosted model costs money for each request, so failed requests are not sent to
+it again: its failures count as the provider's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FailedRequest:
     session: SessionState
     engine: ServedEngine
     calls: tuple[tuple[EngineRequest, Base | None], ...]
-    """Each engine request of the HTTP request, and the answer that it continues."""
+    """Each engine request of the HTTP request, with the earlier answer that its prompt continues, if any."""
 
 
 class FailedRequests:
@@ -57,9 +57,9 @@ class FailedRequests:
     async def request_fault(self, session_id: str) -> str | None:
         """Find out whether the last request of the session that the engine failed to answer is itself at fault.
 
-        The request is sent to the engine again, then a plain request, then the first one once more. If only the plain
-        one is answered, return the error of the other. Return None if the request is answered now, if the engine is at
-        fault, or if no request failed.
+        The request is sent to the engine again, then a plain request, then the failed one once more. Return the error
+        of the failed request if only the plain one is answered. Return None if the failed request is answered now, if
+        the engine is at fault, or if no request failed.
         """
         failed = self._by_session.get(session_id)
         if failed is None:

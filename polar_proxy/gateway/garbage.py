@@ -1,11 +1,13 @@
 """Garbage collection in small steps, and as a whole while no request waits.
 
 The garbage collector of Python stops the process for about a microsecond per object that it examines, and a gateway
-with many long sessions keeps a million objects. The collector's own thresholds count how many more objects exist, so
-with full caches, whose old entries make room for new ones, it examines nothing for a long time and then everything.
+with many long sessions keeps a million objects. By itself the collector starts when the number of objects has grown by
+a threshold. Once the caches are full, new entries replace old ones and the number hardly grows, so the collector
+examines nothing for a long time and then everything.
 
-* Four times a second, the objects that were made since the last step are examined. Those in use are not examined
-  again until a whole collection. A busy gateway makes so many objects that a step once a second would take 60 ms.
+* Four times a second, the objects that were made since the last step are examined. Objects that are in use then are
+  not examined again until a whole collection. A busy gateway makes so many objects that one step a second would take
+  60 ms.
 * A whole collection runs when no request is being answered, and at the latest after an hour. It is needed only for
   reference cycles that were still in use when a step examined them; a call leaves none
   (`tests/gateway/test_cyclic_garbage.py`).
@@ -24,8 +26,8 @@ from typing import Self
 _YOUNG = 1
 """The older of the two generations that a step examines."""
 _THRESHOLDS = (20_000, 50, 1_000_000)
-"""Thresholds of Python's own collector, which works in bursts of new objects between two steps. The third is so high
-that the collector never begins a whole collection itself."""
+"""Thresholds of Python's own collector, which still runs if many objects are made between two steps. The third is so
+high that the collector never begins a whole collection itself."""
 
 
 class GarbageCollection:

@@ -81,7 +81,7 @@ class RequestHandler:
         in_flight: InFlightCalls | None,
         monitor: StoreMonitor,
     ) -> None:
-        """`thread`: where large requests are worked on.
+        """`thread` parses and hashes large requests.
 
         `in_flight` announces calls to the other gateways of the database; None if this is the only gateway.
         """
@@ -227,8 +227,8 @@ class RequestHandler:
     ) -> bool | None:
         """Place, sample, commit and answer a request. Return whether it was answered completely, without an error.
 
-        With `repeatable`, return None if the engine dropped the connection before the agent got any of the response.
-        The call is recorded, because the engine may have sampled; the request may then be answered by another call.
+        With `repeatable`, return None if the engine dropped the connection before the agent got any of the response:
+        another call may then answer the request. The dropped call is recorded, because the engine may have sampled.
         """
         session = request.session
         with session.budget.reserve(len(request.parsed.requests), request.started_at) as reservation:
@@ -263,7 +263,7 @@ class RequestHandler:
         *,
         repeatable: bool,
     ) -> bool | None:
-        """Answer a request whose calls have places in the session's budget (see `_answer`)."""
+        """Answer a request whose calls are reserved in the session's budget. Returns as `_answer` does."""
         session = request.session
         kind = PassthroughReply if request.raw else BackgroundReply if request.parsed.background else Reply
         reply = kind(buffer.wrap(send), request, calls[0], self._settings)
@@ -387,7 +387,12 @@ class RequestHandler:
             return CallOutcome.failed(_internal_error(error))
 
     async def _announce(self, in_flight: InFlightCalls, request: RequestContext, calls: Sequence[PendingCall]) -> None:
-        """Announce calls to the other gateways. If these have reached the limit of calls, Polar answers, or raises."""
+        """Announce calls to the other gateways of the database.
+
+        If calls of other gateways have reached the session's `max_calls`, Polar's final answer takes the place of the
+        engine's, or BudgetSpentError is raised. Raises SessionClosedError if another gateway closed the session, and
+        RequestError if the store fails and the calls must be recorded.
+        """
         session = request.session
         call_ids, max_calls = [call.call_id for call in calls], session.budget.limits.max_calls
         try:

@@ -31,13 +31,15 @@ MAX_AGE_SECONDS = 1.0
 _ANSWER_SECONDS = 1.5
 """Time after which a check that has not ended counts as hanging."""
 _LOOP_SECONDS = 0.1
-"""A wait is counted in steps of this length, so that time in which the event loop was busy counts as one step."""
+"""A wait for a check is counted in steps of this length. A step that takes longer, because the event loop was busy,
+counts as one step, so a busy event loop does not make a check look as if it hung."""
 _SLOW_SECONDS = 4.0
-"""If an operation takes longer, the store is probed, and waiting goes on only if it answers. (A commit waits less,
-`group_commit.PATIENCE_SECONDS`, for a server that is away, and then knows that nothing was stored.)"""
+"""If an operation takes longer, the store is probed, and the operation is awaited further only if the store answers.
+(If the database server is away, a commit fails earlier, after `group_commit.PATIENCE_SECONDS`, and it is then certain
+that nothing was stored.)"""
 _PROBE_PAUSE_SECONDS = 1.0
 _RETRY_AFTER = "5"
-"""Seconds after which a client may send a call again that could not be recorded."""
+"""Value of the header `retry-after`, in seconds, if a call could not be recorded."""
 
 
 class HealthCheck:
@@ -102,7 +104,7 @@ class StoreMonitor:
     """Watches the store from the first failure until it can be written again. `close` ends this."""
 
     def __init__(self, store: Store, on_writable: Callable[[], Awaitable[None]]) -> None:
-        """`on_writable` writes what an outage kept from being written. If it raises StoreError, it is called again."""
+        """`on_writable` writes what could not be written in an outage. If it raises StoreError, it is called again."""
         self.problem: str | None = None
         """Why the store cannot be written, as far as is known; None: it can."""
         self._check = HealthCheck("The database", lambda: _probe(store))

@@ -12,9 +12,10 @@ Promises:
 
 * The record of a call has the request as the agent sent it and the answer as the agent got it. If hooks changed them,
   `calls.hooks` has the changed parts of the request as the model saw them, and the answer as it was sampled.
-* The sampled tokens of an answer that a hook changed are never trained, and no later prompt continues them: it has the
-  changed text.
-* A prompt whose messages a hook changed is rendered by the engine. Its answer is trained after this prompt.
+* The sampled tokens of an answer that a hook changed are never trained. No later prompt continues them, because the
+  agent sends the changed text back.
+* If a hook changed the messages of a request, the engine renders its prompt, and the answer is trained after that
+  prompt.
 * A hook that fails or takes longer than `gateway.hook_seconds` fails its call with an error in the dialect's own form.
   Each kind of failure is logged once.
 * Plain methods run in a thread, so that they cannot stop the event loop. With `on_answer` or `on_tool_call`, an answer
@@ -127,7 +128,7 @@ class Hooks:
 def request_changes(sent: EngineRequest, seen: EngineRequest) -> Json:
     """Return the parts of a request that a hook changed, as the model saw them; empty if it changed nothing.
 
-    Of the messages, only those that differ are listed, each with its position; `message_count` is their number.
+    Of the messages, only the changed ones are listed, each with its position; `message_count` counts all of them.
     """
     changed: Json = {}
     if seen is sent:
@@ -176,7 +177,8 @@ def _instance(name: str) -> object:
     except BadTaskError as error:
         raise UsageError(f"The hooks cannot be used: {error}. Give a class as module:Class.") from error
     except Exception as error:
-        raise UsageError(f"The hooks {name} cannot be made: {type(error).__name__}: {error}.") from error
+        problem = f"{type(error).__name__}: {error}"
+        raise UsageError(f"The hooks {name} cannot be used, because loading the class failed: {problem}.") from error
 
 
 async def _run(hook: Callable[..., Any], value: object, call: HookedCall) -> Any:

@@ -88,8 +88,8 @@ class RequestContext:
     raw: ProviderRequest | None = None
     """The unparsed request, if it is passed on to its provider."""
     refers: bool = False
-    """True if the request refers to items of earlier answers by their ids, as the session's next one may refer to
-    those of this answer."""
+    """True if the request refers to items of earlier answers by id. This answer is then kept in memory, because the
+    session's next request may refer to its items."""
 
 
 @dataclass(slots=True)
@@ -180,8 +180,8 @@ class CallRecorder:
     ) -> StoreError | None:
         """Commit the calls with their answers so far. Return why one could not be recorded, or None.
 
-        `reservation`: the places that were reserved for these calls in the session's budget. Each call is counted there
-        once it is recorded or lost.
+        `reservation`: the reservation of these calls in the session's budget. Each call is counted there, even if it
+        cannot be recorded.
 
         A call that cannot be recorded counts as lost, so that its session is not trained on. The only exception is a
         request that can still be refused as if nothing had been sampled: the session's calls must be recorded, the

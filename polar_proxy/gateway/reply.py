@@ -166,7 +166,7 @@ class BackgroundReply(Reply):
         await asgi.send_json(self._send, 200, self._encoder.unfinished("queued"), self._headers)
 
     def unfinished(self) -> bytes:
-        """Return the response object while the answer is sampled."""
+        """Return the response object as it is before the answer is complete."""
         return self._encoder.unfinished("in_progress")
 
     async def finish(self, answers: list[Answer]) -> None:

@@ -35,8 +35,8 @@ whose time grows with its size runs in a thread, to keep the event loop free."""
 _MANY_REFERENCES = 50
 """Number of recorded calls above which a request that refers to them is `large`."""
 _TAKES_TURNS = 1 << 16
-"""Size in bytes above which a request lets others be served before it is parsed. Smaller requests of its session do
-not wait for it."""
+"""Size of a request in bytes. Before a larger request is parsed, other requests are served; the smaller requests of its
+session do not wait for it."""
 _BYTES_OF_VALUE = 64
 """Memory in bytes of a parsed JSON value, besides its text."""
 _MESSAGE_LISTS = ("messages", "input", "contents", "prompt")
@@ -92,7 +92,7 @@ class RequestReader:
         histories: ProviderHistories,
         monitor: StoreMonitor,
     ) -> None:
-        """`thread`: where large requests are parsed."""
+        """`thread` parses large requests."""
         self._limits = limits
         self._router = router
         self._thread = thread
@@ -211,8 +211,8 @@ class RequestReader:
 async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
     """Wait until it is this body's turn to be parsed, in one of the two queues of its session.
 
-    One queue has the bodies of more than `_TAKES_TURNS` bytes, so that smaller ones do not wait for these. Each queue
-    parses at most one body per turn of the event loop; before a large body, others are served first.
+    One queue is for bodies of more than `_TAKES_TURNS` bytes, so that smaller ones do not wait for them. From each
+    queue, at most one body is parsed per turn of the event loop; before a large one, other requests are served.
     """
     lock = session.parsing_large if size > _TAKES_TURNS else session.parsing
     await lock.acquire()

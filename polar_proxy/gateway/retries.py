@@ -4,9 +4,10 @@ Each response is buffered while it is sent, and a little longer. A request that 
 of the buffer and then the rest as it is generated. Only evidence makes a request a retry, because byte-identical
 requests of two parallel runs under one key are ordinary, and joining them would give both runs the same sample:
 
-* the first request lost its client before the last byte, or
-* the client's SDK says so (`X-Stainless-Retry-Count`). Such a request joins the last equal one. But if that one has
-  failed, or an earlier one has failed and was not retried yet, the request may be its retry, and is sampled.
+* the first request lost its client before the last byte, and is still being answered, or
+* the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal one. But if
+  that one has failed, or an earlier one has failed and was not retried yet, the marked one may be its retry and is
+  sampled.
 
 With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
 answered; with `never`, it joins none.
@@ -41,7 +42,7 @@ class ResponseBuffer:
     """Holds one response as it is sent, so that a retry can get it too."""
 
     def __init__(self, request: RequestContext, grace: float) -> None:
-        """`grace`: seconds for which generation goes on without a client, so that a retry can take it over."""
+        """`grace`: seconds for which generation goes on after the client disconnected, so that a retry can join it."""
         self.request = request
         self.disconnected = False
         """The client that sent the request disconnected before the last byte."""

@@ -1,10 +1,11 @@
-"""The engine of each call: that of the settings [engine], or another one that a rule in `routes` chooses.
+"""The choice of each call's engine: the one of the settings section [engine], unless a rule in `routes` names another.
 
 Promises:
 
 * The choice depends only on the session's id and label and on the model that the request names, so that a session's
   calls with one model stay with one engine, also after a restart and on other gateways with the same settings.
-* A prompt is never continued from tokens of another engine (`PromptBuilder`), and no trace joins answers of two.
+* A prompt is never continued from tokens of another engine (`PromptBuilder`).
+* No trace joins answers of two engines.
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ class EngineRouter:
         return self.default
 
     def named(self, name: str | None) -> EngineChoice | None:
-        """Return an engine by its name in the settings [engines] (None: that of [engine]), if it is still served."""
+        """Return the engine of this name in the settings [engines]; for None, the engine of [engine].
+
+        Returns None if it is not served any more.
+        """
         return self._named.get(name)
 
     async def close(self) -> None:

@@ -28,7 +28,7 @@ class CallSampler:
     async def sample(self, request: RequestContext, calls: Sequence[PendingCall], reply: Reply) -> None:
         """Sample the calls of a request, several at the same time, and write their events to the reply.
 
-        Raises RequestError or EngineError, the first one of several calls.
+        Raises RequestError or EngineError; the first of them if several calls fail.
         """
         if len(calls) == 1:
             await self._sample_call(request, 0, calls[0], reply)

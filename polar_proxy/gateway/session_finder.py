@@ -54,7 +54,7 @@ class SessionFinder:
         if not self._warned_of_no_key:
             self._warned_of_no_key = True
             log.warning(
-                "A client sends no API key. Each of its connections is a session of its own, unless it names its "
+                "A client sends no API key, so each of its connections is a separate session, unless it names its "
                 "thread in a header. Give it a key of any name, or start it with `polar connect AGENT --`"
             )
         return key_without_api_key(headers, scope["state"][asgi.CONNECTION])

@@ -12,8 +12,9 @@ Promises:
   goes on. Where the provider answers (`record`), they are sent to the gateway, which passes them on.
 * Nothing of a request or an answer is printed or kept; answers are streamed.
 
-Events are printed as one JSON object in each line: `listening` (port), `refused` and `other` (host of another request),
-`untrusted` (host whose certificate the program did not accept), `unreachable` (the gateway did not answer).
+Events are printed as one JSON object in each line: `listening` (port), `refused` and `other` (requested host that is
+not a model host), `untrusted` (host whose certificate the program did not accept), `unreachable` (the gateway did not
+answer).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class ModelHosts:
         self.opened: set[str] = set()
         """Model hosts to which the program has opened a connection."""
         self.asked: set[str] = set()
-        """Model hosts to which it has sent a request."""
+        """Model hosts to which the program has sent a request."""
 
     def load(self, loader: Any) -> None:
         loader.add_option("polar_settings", str, "", "File with the settings of this addon.")

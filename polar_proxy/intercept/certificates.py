@@ -31,7 +31,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from polar_proxy.errors import UsageError
 
 JAVA_PASSWORD = "changeit"
-"""Password of the Java trust store, the same as that of Java's own. The store holds no secret."""
+"""Password of the trust store for Java, the same as that of Java's default trust store. The store holds no secret."""
 _CA_DAYS, _LEAF_DAYS, _RENEW_DAYS = 3650, 90, 30
 _SYSTEM_BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",

@@ -1,8 +1,7 @@
 """A table of the hosts of model providers: which of their paths are model calls, and how other paths are answered.
 
-A request to one of these hosts is sent to the gateway as `/intercept/HOST/PATH`. The first rule whose pattern matches
-the whole path decides. A path without a rule is refused with status 404. The tested programs then treat the feature as
-switched off.
+The first rule whose pattern matches the whole path decides. If Polar answers, a path without a rule is refused with
+status 404 (for an exception, see `ModelHost.others_pass`); the tested programs then treat the feature as switched off.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from polar_proxy.errors import UsageError
 from polar_proxy.types import Json
 
 INTERCEPT_PREFIX = "/intercept/"
-"""Beginning of the gateway's path of an intercepted request, after `/s/KEY` if there is a key."""
+"""Beginning of the gateway's path for an intercepted request, after `/s/KEY` if there is a key. HOST/PATH follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathRule:
-    """A rule for the requests to a host whose whole path matches the regular expression `path`."""
+    """A rule for requests whose whole path matches the regular expression `path`."""
 
     path: str
     to: str | None = None
     """The gateway's route that serves these requests, with the groups of `path` as `\\1`; it decides the dialect."""
     passed_on: bool = True
-    """With `to`: whether the passthrough engine sends these requests to the provider. Otherwise they go there directly
-    where the provider answers (`polar intercept`)."""
+    """With `to`, if the provider answers the calls of `polar intercept`: True if these requests go through the gateway,
+    whose passthrough engine passes them on; False if they go directly to the provider."""
     body: Json | None = None
     """Without `to`: the JSON object to answer with. `{name}` in a string is replaced by the request's header of that
     name."""
@@ -41,13 +40,13 @@ class ModelHost:
 
     provider: str
     hosts: tuple[str, ...]
-    """Host names. `*` matches one part of a name."""
+    """Host names. `*` matches letters, digits and hyphens, but no dot."""
     rules: tuple[PathRule, ...]
     named: tuple[str, ...] = ()
-    """Known values of `*`, such as regions. Sandboxes intercept no other values, because /etc/hosts has no patterns,
-    except those in the setting `gateway.model_hosts`."""
+    """Known values of `*`, such as regions. In sandboxes, only the names with these values and those in the setting
+    `gateway.model_hosts` are intercepted, because /etc/hosts has no patterns."""
     others_pass: bool = False
-    """Whether requests without a rule go to the host itself, because it serves more than models."""
+    """Whether `polar intercept` sends requests without a rule to the host itself, which serves more than models."""
 
     def names(self) -> tuple[str, ...]:
         """Return the full names of these hosts, with the known values of `*`."""
@@ -241,7 +240,7 @@ def find_host(name: str) -> ModelHost | None:
 def find_path(name: str, path: str, *, names: Container[str] | None = None) -> InterceptedPath | None:
     """Return the rule for a path (without query) of the host `name`; None if it is not a model host.
 
-    `names`: only these hosts (`host_names`), not any other name that a pattern matches.
+    `names`: the names that count as model hosts (`host_names`); None: every name that a pattern matches.
     """
     row = find_host(name.lower())
     if row is None or (names is not None and name.lower() not in names):
@@ -255,15 +254,15 @@ def find_path(name: str, path: str, *, names: Container[str] | None = None) -> I
 def host_names(own: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the full names of all model hosts, for /etc/hosts in a sandbox.
 
-    `own`: names that a provider gave to the user (`gateway.model_hosts`). Raises UsageError if one is not of a model
-    host.
+    `own`: names that a provider gave to the user (`gateway.model_hosts`). Raises UsageError if one of them is not the
+    name of a model host.
     """
     added = sorted(name.lower() for name in own)
     for name in added:
         if find_host(name) is None:
             patterns = ", ".join(host for row in MODEL_HOSTS for host in row.hosts if "*" in host)
             raise UsageError(
-                f"{name} in gateway.model_hosts is not the name of a model host. Such names are {patterns}."
+                f"{name} in gateway.model_hosts is not the name of a model host. A name must match one of {patterns}."
             )
     return tuple(dict.fromkeys([*(name for row in MODEL_HOSTS for name in row.names()), *added]))
 
@@ -271,7 +270,8 @@ def host_names(own: Iterable[str] = ()) -> tuple[str, ...]:
 def rules_for_proxy(*, record: bool) -> list[Json]:
     """Return the table for the proxy's addon: patterns of hosts, and of the paths that it sends to the gateway.
 
-    `record`: the provider answers, so the gateway gets only what it passes on, and the provider itself the rest.
+    `record`: True if the provider answers. The gateway then gets only the requests that it passes on to the provider;
+    all others go directly to the provider.
     """
     return [
         {

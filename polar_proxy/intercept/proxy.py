@@ -1,7 +1,8 @@
 """mitmproxy as a child process: installed in its own environment, and run with Polar's addon.
 
-mitmproxy 12 needs Python 3.12, and every version pins packages in versions that conflict with Polar's dependencies. It
-is installed like a Python harness (`harness_adapters.toolkit`), in the folder of the harnesses.
+mitmproxy 12 needs Python 3.12, and every version of mitmproxy pins package versions that conflict with Polar's
+dependencies. So mitmproxy is installed like a Python harness (`harness_adapters.toolkit`), in the folder of the
+harnesses.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class ProxySettings:
     key: str
     """Key of the session that records the calls."""
     record: bool = False
-    """True if the provider answers: the program's own key is passed on, and only model calls go to the gateway."""
+    """True if the provider answers: the program's own key is passed on, and the gateway gets only the requests that it
+    passes on (`PathRule.passed_on`)."""
     others: Others = "pass"
 
     def to_json(self) -> Json:

@@ -150,7 +150,8 @@ async def find_record(
     """Return the rollout, session or call that `name` refers to (see `store.names`). Raises UsageError.
 
     With `tokens_from`, the sampled tokens are decoded too: by `engine` if it serves the call's model, otherwise with
-    the model's files or by the engine of these settings. A session's calls then have their tokens.
+    the model's files or by the engine that `tokens_from` describes. The calls of a session or rollout then include
+    their tokens.
     """
     found = await store.names.find(name)
     if found.kind == "rollout" and (rollout := await _rollout(store, found.record_id, tokens_from, engine)) is not None:
@@ -216,7 +217,8 @@ async def _session(
 async def _texts_of_calls(
     calls: Sequence[CallRecord], settings: EngineSettings, engine: Engine | None
 ) -> tuple[dict[str, list[list[str]]], str | None]:
-    """Return, by call id, the token texts of each call's answers, and the reason if other calls have no texts."""
+    """Return call id -> the token texts of the call's answers. If there are calls without texts, also return the
+    reason, else None."""
     from polar_proxy.engines.token_texts import NoTextsError, token_texts
 
     groups: dict[EngineInfo | None, list[CallRecord]] = defaultdict(list)

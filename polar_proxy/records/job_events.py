@@ -13,10 +13,11 @@ _POLL_SECONDS = 0.5
 
 
 async def follow_events(store: Store, job_id: str | None, after: str | None) -> AsyncIterator[list[m.Event]]:
-    """Return an iterator over the new events at each reading, which may be none.
+    """Return an iterator that polls for events. Each item is a list of the new ones, which may be empty.
 
-    With a job: its events from the start, until the event `end`. Without: the events of all jobs from now on, endless.
-    With `after`, the id of an event, they begin after it. Raises UsageError if that is no id of an event.
+    With `job_id`: the events of this job from its start, until the event `end`. Without: the events of all jobs from
+    now on, without end. If `after` is given, only the events after the one with this id. Raises UsageError if it is not
+    the id of an event.
     """
     start = await store.job_events.start(job_id) if after is None else EventCursor.parse(after)
     return _read_events(store, job_id, start)

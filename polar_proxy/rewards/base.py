@@ -1,13 +1,14 @@
 """The interface of an evaluator: its input and its result.
 
-* An evaluator works in a workspace that no agent has touched. It gets nothing from the run except the agent's patch.
+* An evaluator works in a workspace that no agent has touched. Only the agent's patch gets into it from the run.
 * Hidden tests, scripts and reward files are written after the patch, and the parts of a patch that could take their
   place or be imported instead of them are left out (`patches`).
 * A reward of ``None`` means that the task could not be judged. Bad work has the reward 0 instead, and None is never
   counted as 0.
 
-One attack remains possible: tests import the agent's code, which then runs inside the test process of the evaluation
-sandbox and can print what a test runner prints. The code cannot reach anything outside that sandbox.
+One attack remains possible: tests import the agent's code, which then runs in the test process (except with
+`by_value`) and may forge verdicts in ways that `test_runner` does not detect (docs/security.md). The code cannot reach
+anything outside the evaluation sandbox.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class CommandResult(Protocol):
 
 
 class WorkspaceTree(Protocol):
-    """The files below a folder of a sandbox, read from outside: what `sandboxes.tree.SandboxTree` returns."""
+    """The files below a folder of a sandbox, read from outside: the part of `SandboxTree` that evaluators use."""
 
     @property
     def entries(self) -> Mapping[bytes, Any]: ...
@@ -113,7 +114,7 @@ class EvaluationInput:
     patch: bytes
     """The agent's work as a git diff against the task's own files; may be empty."""
     exit_code: int | None = None
-    """Exit status of the agent program; None if its time ran out."""
+    """Exit status of the agent program; None if it ran out of time or was stopped."""
     calls: Sequence[CallRecord] = ()
     """The recorded calls of the run; filled only for tasks with a `python` evaluator."""
     leave_out: tuple[str, ...] = ()
@@ -179,10 +180,10 @@ def hidden_paths(task: EvaluatedTask) -> set[str]:
 
 
 async def apply_patch(patch: bytes, workspace: Workspace, leave_out: Iterable[str] = ()) -> str | None:
-    """Apply a git diff, without the parts that match `leave_out`, in the root of the workspace; return git's error, or
-    None. Either all of it is applied or nothing.
+    """Apply a git diff in the root of the workspace, wholly or not at all. Return git's error, or None.
 
-    `git apply` refuses paths that leave the workspace, follow a link, or lie in .git.
+    `leave_out`: patterns of paths whose changes are not applied. `git apply` refuses paths that leave the workspace,
+    follow a link, or lie in .git.
     """
     if not patch.strip():
         return None

@@ -58,7 +58,8 @@ def _not_applied(error: PatchDoesNotApplyError) -> Score:
 
 
 def combine_scores(evaluators: Sequence[Evaluator], scores: Sequence[Score]) -> Score:
-    """Return the weighted mean, sum(weight_i * reward_i) / sum(weight_i); no reward if any part has none.
+    """Return one score: its reward is the weighted mean sum(weight_i * reward_i) / sum(weight_i), or None if an
+    evaluator gave none.
 
     The rewards of each single call are combined in the same way, over the evaluators that rewarded this call.
     """

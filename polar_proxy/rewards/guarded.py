@@ -53,7 +53,10 @@ async def run_guarded(
     env: Mapping[str, str] | None = None,
     seconds: float,
 ) -> GuardedResult:
-    """Run a command, with the plugin if `text` (the command as written) names pytest. Leftover programs are ended."""
+    """Run a command, with the plugin if `text` (the command as written, or its scripts) names pytest.
+
+    With the plugin, programs that the command leaves running are ended.
+    """
     if "pytest" not in text and "py.test" not in text:
         return GuardedResult(await workspace.exec(argv, env=env, timeout=seconds))
     name = f"plugin_{secrets.token_hex(8)}"
@@ -78,7 +81,7 @@ async def run_guarded(
 
 
 def _changes_start(path: str) -> bool:
-    """Return whether a changed file could keep the plugin from starting with pytest."""
+    """Return whether a patch that changes this file could keep pytest from loading the plugin."""
     top = path.partition("/")[0].removesuffix(".py")
     return PurePosixPath(path).name in _SETTINGS or path.endswith(".pth") or top in _IMPORTED_FIRST - {"test"}
 

@@ -5,9 +5,10 @@ is applied. Hidden files are those that decide the reward (`hidden_files` of the
 evaluators). The following parts of a patch are left out, so that the workspace keeps the base commit's files there:
 
 * a file or folder at the path of a hidden file, and a file at the path of a folder that contains one;
-* everything in the test folder (`tests`, `unit_tests`, `spec`, ...) that contains a hidden file; for a hidden Python
-  file outside of such a folder, whatever Python could import instead of it (`test_x/` or `test_x.so` instead of
-  `test_x.py`); each `conftest.py` in the folders that contain a hidden Python file;
+* everything in the test folder (`tests`, `unit_tests`, `spec`, ...) that contains a hidden file;
+* if a hidden Python file is in no test folder, whatever Python could import instead of it (`test_x/` or `test_x.so`
+  instead of `test_x.py`);
+* each `conftest.py` in the folders that contain a hidden Python file;
 * Python's bytecode, and extension modules that Python would import instead of a source file in the same folder.
 """
 

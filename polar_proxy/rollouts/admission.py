@@ -33,7 +33,7 @@ ENGINE_CACHE_FULL = "the engine's cache is full"
 ENGINE_QUEUE_LONG = "the engine's queue is long"
 
 RESERVATION_SECONDS = 60.0
-"""Duration of a reservation. After it, the memory that the sandbox uses shows in the machine's free memory."""
+"""Duration of a memory reservation. Later, the sandbox's use is already missing from the machine's free memory."""
 _RECHECK_SECONDS = 0.2
 _MONITOR_SECONDS = 2.0
 _UNLIMITED = 1 << 60
@@ -161,7 +161,7 @@ class StageLimiter:
 
     @property
     def full(self) -> bool:
-        """True if a request made now must wait until a rollout leaves."""
+        """True if a request that comes now has to wait until a rollout leaves the stage."""
         return self.inside + self.waiting >= self._limit
 
     def counts(self) -> Json:
@@ -278,7 +278,7 @@ class StageLimits:
 
     @property
     def at_work(self) -> int:
-        """Number of rollouts whose preparation has begun and that have not ended."""
+        """Number of rollouts that are in a stage of this process, or wait for the agent's start or for scoring."""
         later = (self.running, self.scoring)
         return self.preparing.inside + sum(limiter.inside + limiter.waiting for limiter in later)
 
@@ -347,7 +347,7 @@ class MemoryAdmission:
         """(end of the reservation, MiB) by rollout id."""
 
     def refusal(self, request: AdmissionRequest) -> str | None:
-        """Return why there is no memory for the rollout's sandbox, or reserve it and return None."""
+        """Reserve memory for the rollout's sandbox and return None; if there is too little, return the reason."""
         if self._need == 0 or (free := self._free()) is None:
             return None
         now = self._clock()

@@ -26,12 +26,12 @@ from sandboxes.base import Sandbox
 from sandboxes.tree import LINK, SandboxTree, TreeTooLarge
 
 _CHANGED_BYTES = 64 << 20
-"""Limit of the sizes of all files that the agent added or changed."""
+"""Limit of the total size, in bytes, of the files that the agent added or changed."""
 PATCH_BYTES = 32 << 20
 _IGNORE_FILE_BYTES = 1 << 20
 """Size in bytes above which a .gitignore file is not obeyed."""
 _ALL_IGNORE_FILES_BYTES = 16 << 20
-"""Limit of the sizes of all .gitignore files that are obeyed."""
+"""Limit of the total size, in bytes, of the .gitignore files that are obeyed."""
 _DIFF = (
     *("diff-tree", "-r", "-p", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv"),
     *("--no-renames", "--src-prefix=a/", "--dst-prefix=b/", "--diff-algorithm=myers", "--unified=3"),

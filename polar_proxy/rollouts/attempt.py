@@ -369,7 +369,7 @@ class AttemptRunner:
             )
             if attempt.claim.attempt > 1:
                 await exclude_earlier_attempts(self.store, attempt.rollout_id, attempt.session_id)
-        detail = result.detail if lost is None else f"{lost}; it is not trained on. {result.detail}"
+        detail = result.detail if lost is None else f"{lost}; the rollout is not trained on. {result.detail}"
         await self.store.rollouts.end(
             attempt.claim,
             result.status,

@@ -1,13 +1,13 @@
 """Dialogues: after each turn of the agent, the task's user sends a further message, until the user is done.
 
-The user is a list of texts, or a model that plays a persona (`DialogueUser`). The agent must be a harness that can
-resume its conversation; each text of the user is one start of it. Promises:
+The user is a list of texts, or a model that plays a persona (`DialogueUser`). The agent's harness is started once for
+each text of the user, so it must be able to resume its conversation. Promises:
 
-* the agent's calls are ordinary calls of the rollout's session; a text of the user that was sampled is part of their
-  prompts only, so it is never trained as the agent's;
+* the agent's calls are ordinary calls of the rollout's session. The user's texts are only in the prompts of these
+  calls, so they are never trained, even if a model sampled them;
 * the calls of a model that plays the user are recorded in a separate session, which belongs to no rollout;
 * a dialogue ends when the user is done, at `RolloutSpec.max_user_turns`, or with a turn in which the agent fails or
-  runs out of time. The time that the user takes does not count.
+  runs out of time. The user's time does not count towards the agent's time limit.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ sentences. Answer its questions as the description above lets you, and do not do
 want, or cannot do it, write {DONE} and nothing else.
 """
 _OPENING = "Hello! What can I do for you?"
-"""First message of the agent in the conversation with the user model, because most chat templates require that the
-other side begins."""
+"""The agent's first line in the conversation with the model that plays the user. There the agent has the role `user`,
+which must speak first in most chat templates."""
 _SIDE_EDGES = ("subagent", "side_call")
 
 

@@ -34,9 +34,10 @@ class UnsafeSandboxError(PolarError):
 
 @contextlib.contextmanager
 def infrastructure_errors(cause: str) -> Iterator[None]:
-    """Turn errors of sandboxes, installers and the disk in this block, and timeouts, into InfrastructureError.
+    """Turn errors of sandboxes, workspaces, installers and the system, and timeouts, into InfrastructureError.
 
-    The error of a sandbox that fails its self-test becomes UnsafeSandboxError."""
+    The new error has this `cause`, or `disk` if the disk failed. The error of a sandbox that fails its self-test
+    becomes UnsafeSandboxError."""
     try:
         yield
     except SandboxLeaks as error:

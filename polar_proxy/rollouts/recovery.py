@@ -76,9 +76,9 @@ async def _end_interrupted(store: Store, rollout: RolloutRow) -> None:
 
 
 async def _remove_lost_calls(store: Store) -> list[str]:
-    """Delete the announcements of lost calls, and return one readable line for each gateway.
+    """Delete the announcements of calls that were lost with a dead gateway; return one readable line for each gateway.
 
-    Those of a rollout that still runs are kept, so that its lost calls are known when it ends.
+    The announcements of a rollout that still runs are kept, so that its lost calls are known when it ends.
     """
     dead = [gateway for gateway in await store.open_calls.gateways() if _worker_is_dead(gateway)]
     swept = Counter(call.gateway for call in await store.open_calls.sweep(dead))
@@ -99,12 +99,11 @@ async def account_for_reclaimed(store: Store, reclaimed: Mapping[str, int]) -> l
 
 
 async def exclude_orphaned_calls(store: Store, rollout_id: str) -> None:
-    """Put the calls of a rollout that was taken from its worker into traces, or exclude them, so that no
-    recorded call is missing.
+    """Put each call of a rollout's interrupted attempts into a trace, or exclude it with a reason.
 
-    If the rollout has ended, the calls of its last attempt become traces, without a reward, unless they are traces
-    already. Those of earlier attempts, and all calls of a rollout that is tried again, are excluded as
-    `superseded_attempt`. The calls of an attempt that still runs (its session is open) stay as they are.
+    If the rollout has ended, the calls of its last attempt become traces, unless they are traces already. The calls of
+    earlier attempts, and all calls of a rollout that is tried again, are excluded as `superseded_attempt`. The calls of
+    an attempt that still runs (its session is open) stay as they are.
     """
     sessions = await store.sessions.ids_of_rollout(rollout_id, closed=True)
     row = await store.rollouts.get(rollout_id)

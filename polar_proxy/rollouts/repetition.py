@@ -27,14 +27,14 @@ class Original:
     def job_options(self, given: Mapping[str, object]) -> Json:
         """Return the fields of a `JobSpec` that repeats the rollout. `given`: the options that replace its own.
 
-        Raises UsageError if its agent is a command or Python code and is not in `given`, because a stored row must not
-        name what this machine runs.
+        Raises UsageError if the rollout's agent is a command or Python code and `given` has no `harness`, because a
+        stored row must not decide which code this machine runs.
         """
         own = RolloutSpec.read(self.row.config)
         if "harness" not in given and (own.harness.startswith("shell:") or is_code(own.harness)):
             raise UsageError(
-                f"The agent of {self.row.rollout_id} is {own.harness!r}, a command or Python code, which is not run "
-                "because a database names it. Give it with the option harness if you trust it."
+                f"The agent of {self.row.rollout_id} is {own.harness!r}, which is a command or Python code. Polar does "
+                "not take such an agent from a database: if you trust it, give it with the option harness."
             )
         name, _, version = self.row.harness.rpartition(" ")
         # A name without a version means the newest version that Polar knows, which may be another one today.
@@ -44,7 +44,7 @@ class Original:
 
 
 async def find_original(store: Store, name: str) -> Original:
-    """Return the rollout with this id, or beginning of an id. Raises UsageError."""
+    """Return the rollout whose id is `name` or begins with it. Raises UsageError."""
     found = await store.names.find(name)
     row = await store.rollouts.get(found.record_id) if found.kind == "rollout" else None
     stored = None if row is None else await store.tasks.get(row.task_id)

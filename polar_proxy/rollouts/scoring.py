@@ -70,7 +70,7 @@ def _silent(work: EvaluationInput, score: Score) -> set[int]:
 
 
 def _without_reward(score: Score) -> dict[str, object]:
-    """Return the details for the reward 0 of an evaluation that the agent's patch kept from giving a reward."""
+    """Return the details of a score whose reward is 0 because the agent's patch broke the evaluation."""
     reason = score.detail.get("no_reward", "a part of the evaluation gave no reward")
     kept = {name: value for name, value in score.detail.items() if name != "no_reward"}
     return {**kept, "solved": False, "broke_evaluation": reason}

@@ -73,10 +73,10 @@ class RolloutService:
         home: Path | None = None,
     ) -> None:
         """`harnesses` is the folder of installed agents, `home` that of the certificate authority for agents whose
-        calls are intercepted. `code` lists the Python objects that tasks and rollouts may
-        refer to by name. With `job_id` the service works only on that job. `remote_scorer` scores on another machine
-        when scoring here would have to wait. `on_rollout_end` is called after each attempt at a rollout; unless it
-        failed and is repeated, the rollout then has its final status."""
+        calls are intercepted. `code` lists the Python objects that tasks and rollouts may refer to by name. With
+        `job_id` the service works only on that job. `remote_scorer` scores on another machine when scoring here would
+        have to wait. `on_rollout_end` is called with a rollout's id after each attempt; by then the rollout has its
+        final status, unless another attempt follows."""
         limits = limits or ServiceLimits()
         memory = MemoryAdmission(limits.admission.memory_mb, limits.admission.memory_reserve_mb)
         self._store, self._engine, self._code = store, engine, code
@@ -260,9 +260,8 @@ async def submit(
 
     `info` (the engine) and `harness` (name and version of the agent, by default those that `spec` names) are recorded
     with the rollouts. `owned`: the job belongs to this process. `policy_version`: the current one, if it is known; kept
-    rollouts that are too old for it are not carried over to this job. `code` and `harnesses`
-    (the folder with the user's definition files): the agents that the job may name besides Polar's own. Raises
-    UsageError."""
+    rollouts that are too old for it are not carried over to this job. `code` and `harnesses` (the folder with the
+    user's definition files): the agents that the job may name besides Polar's own. Raises UsageError."""
     check_job(spec)
     keep = spec.overflow == "keep"
     if keep and owned:

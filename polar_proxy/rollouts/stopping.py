@@ -84,7 +84,7 @@ def no_spread_left(group_size: int, rollouts: Sequence[RolloutRow]) -> str | Non
     if (complete := first_n(group_size, rollouts)) is not None:
         return complete
     possible = sum(rollout.status not in FINAL_STATUSES for rollout in rollouts) + len(_usable(rollouts))
-    return f"only {possible} of {group_size} are still possible" if possible < min(group_size, 2) else None
+    return f"only {possible} of {group_size} rewards are still possible" if possible < min(group_size, 2) else None
 
 
 def token_budget(tokens: int) -> GroupPolicy:

@@ -58,8 +58,8 @@ rm -f objects/pack/*.keep objects/pack/*.promisor objects/pack/multi-pack-index*
 """
 # Write no reflog, because it would show the agent how the repository was made.
 _QUIET = ("-c", "core.logAllRefUpdates=false")
-# Prints the id of a tree with the workspace's files, whose bytes no attribute converts, and a pack of it. Objects of
-# the workspace's own repository are not made again.
+# Prints the id of a git tree with the workspace's files, then a pack of this tree. The attributes keep git from
+# converting the files' bytes. Objects that the workspace's own repository has are not made again.
 _PACK = r"""
 set -e
 objects=$(git -c safe.directory='*' rev-parse --git-path objects 2>/dev/null) && objects=$(cd "$objects" && pwd)

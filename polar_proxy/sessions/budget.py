@@ -3,12 +3,13 @@
 Promises:
 
 * A call begins only while no limit is reached. The calls in flight count towards `max_calls`, so that this limit is
-  never exceeded. Tokens, prices and repeats are counted when a call ends, so that at most the calls in flight go beyond
-  those limits.
+  never exceeded. Tokens, prices and repeats are counted when a call ends, so the calls in flight may exceed these
+  limits, but no call begins after that.
 * Once spent, a budget stays spent: the store keeps the name of the limit (`sessions.spent`).
 * After a restart the counters are those of the session's row, and repeats are counted from the stored fingerprints.
-* Several gateways of one database read the row before each call, and count each other's calls in flight when they
-  announce one (setting `gateway.shared`, `store/repositories/calls.py`), so that the above holds for them together.
+* If several gateways share a database (setting `gateway.shared`), these promises hold for all of them together: each
+  reads the session's row before a call, and announces the call, which counts the calls in flight of all gateways
+  (`store/repositories/calls.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _FINAL_ANSWERS = 10
 
 
 class BudgetSpentError(RequestError):
-    """A call of a session whose budget is spent. SDKs and agents do not repeat a request that got this status."""
+    """Refuses a call because the budget of its session is spent. SDKs and agents do not retry a request that got this
+    status."""
 
     def __init__(self, limit: str) -> None:
         text = f"The budget of this session is spent ({limit}). No further call is answered; stop here."
@@ -84,7 +86,8 @@ class BudgetUsage:
         self.spent, self.stored = row.spent or self.spent, row.spent is not None
 
     def reserve(self, calls: int, now: float) -> Reservation:
-        """Reserve places for `calls` new calls; if the budget is spent, return a refusal or a final answer instead."""
+        """Reserve `calls` new calls. If the budget is spent, the reservation has a refusal or a final answer
+        instead."""
         if self.limited and self.spent is None:
             self.spent = self._reached(calls, now)
         if self.spent is None:
@@ -93,7 +96,8 @@ class BudgetUsage:
         return self._over_budget()
 
     def reached_elsewhere(self) -> Reservation:
-        """Mark `max_calls` as reached by calls of other gateways, and return a refusal or a final answer."""
+        """Mark `max_calls` as reached, because of calls of other gateways. The reservation has a refusal or a final
+        answer."""
         self.spent = self.spent or "max_calls"
         return self._over_budget()
 
@@ -123,7 +127,7 @@ class BudgetUsage:
         return f"{self.spent} = {getattr(self.limits, self.spent or '')}"
 
     def _reached(self, calls: int, now: float) -> str | None:
-        """Return the name of the limit because of which `calls` further calls may not begin; None if they may."""
+        """Return the name of the limit that forbids `calls` further calls; None if they may begin."""
         limits = self.limits
         if limits.max_calls is not None and self._calls + self._pending + calls > limits.max_calls:
             return "max_calls"
@@ -149,13 +153,14 @@ class BudgetUsage:
         self._last_end = max(self._last_end or 0.0, ended_at)
 
     def release(self, calls: int) -> None:
-        """Free reserved places."""
+        """Undo the reservation of `calls` calls."""
         self._pending -= calls
 
 
 @dataclass(slots=True)
 class Reservation:
-    """Places for the calls of one request. Leaving the `with` block frees those that were not counted."""
+    """The calls of one request, reserved in the budget. Leaving the `with` block undoes the reservation of those that
+    were not counted."""
 
     usage: BudgetUsage
     calls: int

@@ -1,4 +1,4 @@
-"""The index of a session's calls, and the fingerprint from which a stored call is indexed again after a restart.
+"""The index of a session's calls. After a restart it is rebuilt from the fingerprints that are stored with the calls.
 
 A conversation is identified by its hash keys (see `hashing.HashChain`). The only texts that are kept are those of the
 newest answers, and short quotes, by which a sub-agent's prompt or a summary is recognised.
@@ -18,7 +18,8 @@ from polar_proxy.store.repositories.calls import StoredLineage
 from polar_proxy.types import ANSWERED, FAILED, CallStatus, Edge, Json, Message
 
 _FINGERPRINT_FORM = 2
-"""Fingerprints of another form are ignored. Their calls are not found again, so the session's next call is a root."""
+"""Version of the fingerprint. Stored fingerprints of another version are ignored: their calls are not found again, so
+the session's next call is a root."""
 
 _QUOTE = 160
 """Maximum number of characters of a `Quote`."""
@@ -64,7 +65,7 @@ class CallNode:
     compaction: bool = False
     """True if the call asks for a summary of its conversation."""
     continued: int = 0
-    """How many calls have this one as parent and continue, compact or rewind it."""
+    """Number of calls that continue, compact or rewind this one."""
     retried: bool = False
     text: str = ""
     """The answer's text. Only the newest calls keep it (`_RECENT_TEXTS` in `state.py`); in others it is empty."""
@@ -86,8 +87,8 @@ class CallIndex:
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """Answers by the key of all assistant turns up to the answer."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
-    """Calls by the digest of their answer with the message before it. A call whose answer identifies it alone, because
-    it is long or has tool calls, is also found by (digest of the answer, ids of its tool calls)."""
+    """Calls by the digest of their answer with the message before it. If the answer alone identifies its call, because
+    it is long or has tool calls, the key (digest of the answer, ids of its tool calls) also finds the call."""
     threads: dict[str, CallNode] = field(default_factory=dict)
     """The newest call of each of the harness's own threads."""
     newest: CallNode | None = None
@@ -163,7 +164,8 @@ def fingerprint_of(node: CallNode) -> Json:
 
 
 def node_from_store(row: StoredLineage) -> CallNode | None:
-    """Return the index entry of a stored call, from its fingerprint; None if that is missing or of an older form."""
+    """Return the index entry of a stored call, from its fingerprint; None if the fingerprint is missing or of another
+    version."""
     fingerprint = row.fingerprint
     if not fingerprint or fingerprint.get("form") != _FINGERPRINT_FORM:
         return None

@@ -12,9 +12,9 @@ Promises:
 * `build` never fails a call. If something prevents continuation, the engine renders the request, and the reason is
   recorded with the call.
 * Every continuation is checked: the rendering with the new messages must begin with the rendering from which the base's
-  answer was sampled. Not compared are the answers, the text that the template wrote to open the base's answer, and the
-  differences listed in `IGNORED_DIFFERENCES`. By induction the prompt equals what the engine would render, except for
-  these.
+  answer was sampled. The comparison leaves out the answers, the text that the template wrote to open the base's answer,
+  and the differences in `IGNORED_DIFFERENCES`. By induction, apart from these, the prompt equals what the engine would
+  render.
 * The marks do not influence the template: without them, the marked rendering is exactly the plain one.
 * The text of every new message is in the suffix.
 * The base's tokens are never rendered again, so whatever a harness did to its history (other JSON, dropped reasoning,
@@ -69,8 +69,8 @@ PromptReason = Literal[
     # adds a grammar of its own, which it does not offer for exact prompts
     "hook",  # a hook changed the messages
     "other_engine",  # another engine of the settings [engines] sampled the base's answer
-    "base_without_tokens",  # the base was recorded without token ids (engine `openai`), with those of a hidden call, or
-    # with messages or an answer that a hook changed
+    "base_without_tokens",  # the base's stored tokens cannot be used: there are none (engine `openai`), they include a
+    # tool call that the agent was not shown, or a hook changed the messages or the answer
     "stop_sequence",  # the base's answer ended at a stop sequence
     "aborted",  # the base's answer ended neither by itself nor at a stop sequence or the token limit
     "no_end_of_turn",  # the template writes nothing that shows where the base's answer ends
@@ -79,7 +79,7 @@ PromptReason = Literal[
     "suffix_unproven",  # the engine's rendering of the whole request does not end in the suffix
     "answer_not_found",  # the base's answer cannot be found in the engine's rendering
     "message_lost",  # the engine's rendering has a new message elsewhere than after the base's answer, or not at all
-    "history_changed",  # the engine now renders the messages before the base's answer otherwise
+    "history_changed",  # the engine now renders the messages before the base's answer differently
     "reasoning_by_template",  # `past_reasoning = strip`, and the template drops the reasoning of an earlier turn
     "context_full",  # with all sampled tokens, the prompt leaves no room for an answer
     "engine_cannot",  # the engine does not sample chats from token ids (`polar doctor --engine-url` says why)
@@ -107,11 +107,12 @@ class PromptPlan:
     config: PromptConfig | None = None
     """Digests of the request's tools and template options; None for a raw prompt."""
     under_grammar: bool = False
-    """True if the engine renders the request, and constrains the answer by its own grammar."""
+    """True if the engine renders the request, and adds a grammar for the answer that the request did not ask for."""
 
     @property
     def constrained(self) -> bool:
-        """Whether the engine, not the request, constrains the answer by a grammar. Known once sampling has begun."""
+        """Whether the engine adds a grammar for the answer that the request did not ask for. Known once sampling has
+        begun."""
         return self.under_grammar if self.prompt is None else self.prompt.constrained
 
     @property
@@ -212,15 +213,16 @@ class PromptBuilder:
         return PromptPlan(accepted, past_reasoning=past_reasoning)
 
     async def _other_end(self, answered: AnsweredCall) -> PromptReason:
-        """Return the reason that prevents continuation of an answer that no token of `eos_token_ids` and no token limit
-        ended."""
+        """Return why an answer that ended neither with one of `eos_token_ids` nor at the token limit cannot be
+        continued."""
         if answered.finish_reason not in ("stop", "tool_calls"):
             return "aborted"
         text = await self._engine.decode(answered.ids[answered.prompt_size :].tolist()) if answered.stop else ""
         return "stop_sequence" if any(stop in text for stop in answered.stop) else "other_end_of_turn"
 
     async def _load(self, session: SessionState, base: Base) -> AnsweredCall | None:
-        """Read the base (the call that is extended) from the store; None if it has no tokens there.
+        """Read the base (the call that is extended) from the store; None if it cannot be continued from its stored
+        tokens.
 
         Needed if this gateway does not remember it: another gateway answered it, or this one was restarted.
         """

@@ -26,9 +26,9 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""An assistant turn of several messages is merged again after each of its first messages, up to this number, so that a
-conversation that ends there has the same key as in a separate request. For all messages of a long turn, this would take
-quadratic time."""
+"""After each of this many first messages of an assistant turn, the turn so far is hashed as one merged message, because
+a separate request that ends there has this key. To do so after all messages of a long turn would take quadratic
+time."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""
@@ -53,7 +53,7 @@ class Normaliser:
     guard: str = ""
     """Only texts with this string are searched for the pattern, which takes longer than the search for the string."""
     pattern: re.Pattern[str] | None = None
-    """Must take linear time for any text, because clients write the texts and the search stops all other calls."""
+    """Must take linear time for any text: clients write the texts, and all other calls wait during the search."""
     replacement: str | Callable[[re.Match[str]], str] = ""
 
 
@@ -186,7 +186,7 @@ class HashChain:
     keys: tuple[bytes, ...]
     turns: tuple[AssistantTurn, ...]
     last: bytes
-    """Digest of the last message; empty without messages."""
+    """Digest of the last message, or of the last turn if that message is the assistant's; empty without messages."""
 
     def ids_chain(self, end: int | None = None) -> bytes:
         """Return one hash of the ids of all tool calls, or of the tool calls in the first `end` messages."""
@@ -382,7 +382,7 @@ def _link(key: bytes, digest: bytes) -> bytes:
 
 
 def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> int:
-    """Return how many messages at the beginning are the same objects in both, rounded down to where a turn begins.
+    """Return how many first messages are the same objects in both, rounded down to the beginning of a turn.
 
     Hashing can start at the beginning of an assistant turn, because messages before it are neither merged nor compared
     with later ones.

@@ -1,8 +1,8 @@
 """The sender of a request, from its headers and body: the session key, and what the harness reports about the call.
 
-Keys are sent as API keys, and only their SHA-256 is stored. A key of plain words is also the session's label
-(`typed_label`). The metadata (thread, attempt) is read from a fixed list of headers and body fields, so that keys and
-authorisation headers cannot get into the history or the store.
+Clients send session keys as API keys, and only the SHA-256 of a key is stored. A key of plain words is also the
+session's label (`typed_label`). The metadata (thread, attempt) is read from a fixed list of headers and body fields, so
+that keys and authorisation headers cannot get into the history or the store.
 """
 
 from __future__ import annotations

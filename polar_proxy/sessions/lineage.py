@@ -4,17 +4,18 @@
 
 1. It repeats an earlier request: `retries`, or a second sample with the edge and parent of the earlier request.
 2. A rule recognises it as a side call.
-3. Its messages extend an earlier call's messages and answer (`continues`), or its messages without the answer
+3. Its messages extend the messages and answer of an earlier call (`continues`), or only the messages of that call
    (`rewinds`).
 4. Its assistant turns extend an earlier call's, but messages between them were changed: `continues`, or `compacts`
    if old tool outputs were replaced by a short text.
-5. It extends nothing: a sub-agent, a compaction, or a `root`.
+5. It extends no call. If it repeats a sampled answer or quotes a summary, it `continues` or `compacts`; otherwise it is
+   a `subagent` or a `root`.
 
-A decision with an alternative is `ambiguous`. The rule that decided is recorded: one of `rules.py`, or one of
-`lineage_reasons.py`.
+A decision is `ambiguous` if another edge or parent was possible as well. The rule that decided (of `rules.py` or
+`lineage_reasons.py`) is recorded.
 
-`find_base` finds the answer whose exact tokens the prompt may begin with. It can differ from the parent: the parent of
-a rewind is the call whose answer was taken back, and its base is the turn before that answer.
+`find_base` finds the answer whose exact tokens the prompt may begin with. It need not be the parent's answer: the
+parent of a rewind is the call whose answer was taken back, and its base is the answer before that one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from polar_proxy.types import ANSWERED, Edge, Message
 _MIN_EVIDENCE = 40
 """Length in characters below which the same assistant turn may occur in two unrelated conversations."""
 _OPENING = 20_000
-"""Number of characters of each of the first messages that are searched for quotes."""
+"""How many characters at the beginning of each of the first messages are searched for quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
 
 
 def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
-    """Return the earlier call whose complete answer the request contains, or None. The last such answer counts.
+    """Return the earlier call with the last complete answer that the request contains; None if it contains none.
 
     All messages before that answer mean the same as the messages of that call.
     """

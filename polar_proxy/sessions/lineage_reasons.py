@@ -8,11 +8,14 @@ from __future__ import annotations
 from polar_proxy.sessions.rules import RULES
 
 LINEAGE_REASONS = {
-    "extends": "Its messages begin with an earlier call's messages and its answer.",
-    "branches": "As `extends`, but another call has already continued the same answer.",
+    "extends": "Its messages begin with an earlier call's messages and answer.",
+    "branches": (
+        "Its messages begin with an earlier call's messages and answer, but another call has already continued that "
+        "answer."
+    ),
     "by_call_ids": (
-        "Several earlier calls have the same messages and answer; ids of tool calls or threads show which one "
-        "is extended."
+        "Several earlier calls have the same messages and answer; threads, ids of tool calls, or white space and "
+        "reasoning show which one is extended."
     ),
     "twins": (
         "Several earlier calls have the same messages and answer, and nothing tells them apart (ambiguous: "
@@ -29,7 +32,7 @@ LINEAGE_REASONS = {
         "a retry (ambiguous: it may be one, or a second run)."
     ),
     "partial_answer_kept": (
-        "The history keeps a failed answer as far as it arrived, or the items of it that were complete."
+        "The history keeps the part of a failed answer that arrived, or those of its items that were complete."
     ),
     "answer_cut": "The history keeps only the beginning of the last answer.",
     "answer_replaced": "Another assistant turn replaces the last answer.",
@@ -39,13 +42,20 @@ LINEAGE_REASONS = {
     "prompt_from_unknown_tool": (
         "The first message quotes a long argument of an earlier call of another tool (ambiguous)."
     ),
-    "opening_regenerated": "All assistant turns are there, after a regenerated system prompt or first message.",
-    "messages_reworded": "All assistant turns are there; user messages between them were changed.",
-    "outputs_changed": "All assistant turns are there; tool outputs between them were changed (ambiguous).",
+    "opening_regenerated": (
+        "All assistant turns of an earlier call are there, after a regenerated system prompt or first message."
+    ),
+    "messages_reworded": "All assistant turns of an earlier call are there; user messages between them were changed.",
+    "outputs_changed": (
+        "All assistant turns of an earlier call are there; tool outputs between them were changed (ambiguous)."
+    ),
     "older_turns_dropped": (
         "The last assistant turn that was sampled is an earlier call's answer, but turns before it are missing."
     ),
-    "turns_moved": "The same, and the turns before it are there: the harness moved or replaced other messages.",
+    "turns_moved": (
+        "The last assistant turn that was sampled is an earlier call's answer, and the turns before it are there: "
+        "the harness moved or replaced other messages."
+    ),
     "quotes_a_summary": "The first messages contain a summary that an earlier call wrote.",
     "quotes_an_answer": "The first messages quote a long earlier answer, which may be a summary (ambiguous).",
 }

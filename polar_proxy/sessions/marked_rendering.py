@@ -1,4 +1,4 @@
-"""Find in a rendered conversation what follows an answer, and compare the rest with an earlier rendering.
+"""Find the text after an answer in a rendered conversation, and compare the text before it with an earlier rendering.
 
 Marks, words that occur nowhere else, are put around the texts of all messages (white space at the ends of a text stays
 outside, because many templates trim it). The template renders the marked messages too. If the marked rendering without
@@ -77,20 +77,20 @@ class RenderingError(Exception):
 
 
 class Marking(NamedTuple):
-    """The places at which messages are marked.
+    """The positions in the messages at which marks are put.
 
     Several markings are tried, because a mark may hide the beginning or the end of a text from a template that looks
     there, such as for a flag in the system message.
     """
 
     before: bool
-    """A mark before the text of messages that are not answers."""
+    """Put a mark before the text of messages that are not answers."""
     after: bool
-    """A mark after the text of messages that are not answers."""
+    """Put a mark after the text of messages that are not answers."""
     before_answers: bool
-    """A mark before the text of answers; one after it is always there."""
+    """Put a mark before the text of answers, too. There is always one after it."""
     empty_answers: bool
-    """Answers without text are marked too, for templates that show no tool calls."""
+    """Mark answers without text too, for templates that show no tool calls."""
 
 
 MARKINGS = tuple(
@@ -226,7 +226,7 @@ def compare_renderings(
     stops: Collection[str],
     opening: str | None = None,
 ) -> AfterAnswer:
-    """Return what the template writes after the last answer among the first `answered` messages.
+    """Return the text that the template writes after the last answer among the first `answered` messages.
 
     `whole_text` is the rendering of all messages, `front_text` that of the messages before the answer; both have marks.
     Raises RenderingError, also if the fixed texts before the answer differ (`compare_fronts`).
@@ -328,7 +328,7 @@ def after_answer(
 
 
 def _end_is_marked(answer: Message) -> bool:
-    """Return whether nothing of the answer follows the mark after its text: no tool call and no white space."""
+    """Return whether a mark after the answer's text is the end of the answer: no tool call or white space follows."""
     text = answer.content[-1].get("text") if isinstance(answer.content, list) and answer.content else answer.content
     return not answer.tool_calls and isinstance(text, str) and bool(text) and not text[-1].isspace()
 

@@ -1,12 +1,12 @@
 """The registry of sessions: find the session of a key, and keep the state of each session in memory.
 
-A gateway may be one of several on a database (setting `gateway.shared`). A session that it has in memory may then have
-been closed, or have got calls, through another gateway. So before each request such a gateway reads the session's row,
-and the calls that it does not know.
+A gateway may be one of several on a database (setting `gateway.shared`). Another gateway may then have closed a session
+that this one has in memory, or answered calls of it. So before each request this gateway reads the session's row, and
+the calls that it does not know.
 
 While the store fails, sessions in memory go on, and unknown keys open sessions that are stored later. A session that
-lost a call is marked as incomplete in the store as soon as that can be written (`write_pending`), or, if the process
-ends before, by the next process that opens the store (`store.outage_marks`).
+lost a call is marked as incomplete as soon as the store can be written (`write_pending`). If the process ends before
+that, the next process that opens the store marks it (`store.outage_marks`).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class SessionRegistry:
         return row.session_id
 
     async def _load(self, digest: bytes, key: str | None, path_key: str | None, may_open: bool) -> SessionState | None:
-        """Return the session of a key that is not in memory; None if the key is unknown and may not open one."""
+        """Return the session of a key that is not in memory; None if the key is unknown and must not open a session."""
         row = await self._store.sessions.by_key(digest)
         if row is None and path_key is not None and may_open:
             row = await self._store.sessions.get(path_key)
@@ -189,7 +189,7 @@ class SessionRegistry:
             raise SessionClosedError
         session = self._by_id.get(row.session_id)  # already in memory under another name (its id in the path)
         if session is None:
-            # Calls from before a restart, or from before the session was evicted.
+            # Its calls from before a restart, or from before it was dropped from memory.
             lineages = [] if is_new else await self._store.calls.lineages(row.session_id)
             session = self._new_state(row.session_id, row.rollout_id, row.policy or {}, row.label)
             session.rebuild(lineages)
@@ -256,19 +256,21 @@ class SessionRegistry:
         return session.budget if session else None
 
     def mark_ended(self, session_id: str) -> None:
-        """Mark a session whose rollout ended while calls were in flight: they are answered with a 409."""
+        """Mark a session whose rollout ended while calls were in flight. Clients of these calls get a 409 in place of
+        the answer."""
         if session := self._by_id.get(session_id):
             session.ended = True
 
     def lost(self, session_id: str) -> int:
-        """Return how many calls of this session were answered without being recorded."""
+        """Return how many calls of this session were answered and not recorded; 0 if the session is not in memory."""
         session = self._by_id.get(session_id)
         return session.lost if session else 0
 
     def refusal(self, session_id: str) -> str | None:
         """Return why the session's last call could not be recorded, or None.
 
-        None also if the session answers calls even if they cannot be recorded (`record_required` is False)."""
+        None also if the session is not in memory, or answers calls that cannot be recorded (`record_required` is
+        False)."""
         session = self._by_id.get(session_id)
         return session.refusal if session else None
 

@@ -32,7 +32,8 @@ class Rule:
     system: str | None = None
     """Pattern in the system prompt."""
     first: str | None = None
-    """Pattern in one of the first three user messages (a summary may follow the user's own messages)."""
+    """Pattern in one of the first three user messages, which must be among the first eight messages (a summary may
+    follow the user's own messages)."""
     last: str | None = None
     """Pattern in the newest message, if it is a user message. For rules of CONTINUATIONS and MASKED: in a message
     that is new or was changed."""

@@ -60,7 +60,7 @@ _RECENT_TEXTS = 32
 
 
 class PromptConfig(NamedTuple):
-    """Digests of what a prompt is made of besides its messages: the tools that it shows and the template's options."""
+    """Digests of the parts of a prompt besides its messages: the tools that it shows and the template's options."""
 
     tools: bytes
     options: bytes
@@ -145,7 +145,7 @@ class UnrecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class ReferableAnswer:
-    """The answer of a recorded call."""
+    """The answer of a recorded call, for requests that refer to its items instead of repeating them."""
 
     message: Message
 
@@ -173,7 +173,7 @@ class ConversationCache(LRUCache[Hashable, Any]):
 
 
 class SessionState:
-    """A session while the gateway serves it. `window`: number of seconds for which an answer counts as just given."""
+    """A session while the gateway serves it."""
 
     def __init__(
         self,
@@ -187,8 +187,8 @@ class SessionState:
         rollout_id: str | None = None,
         label: str | None = None,
     ) -> None:
-        """`record_required`: calls that cannot be recorded are refused. Otherwise they are answered, and are lost.
-        `rollout_id`: the rollout that the session records."""
+        """`window`: seconds for which an answer counts as just given. `record_required`: refuse calls that cannot be
+        recorded, instead of answering and losing them. `rollout_id`: the rollout that the session records."""
         self.session_id = session_id
         self.rollout_id = rollout_id
         self.record_required = record_required
@@ -205,7 +205,7 @@ class SessionState:
         self.key_hashes: set[bytes] = set()
         """The hashes of the keys that find this session in the gateway's memory."""
         self.counted_calls = 0
-        """The value of `weight` with which the registry counted this session last."""
+        """The `weight` that the registry has counted for this session."""
         self.requests = 0
         """Requests that are being read or answered; see `in_request`."""
         self.in_flight = 0
@@ -216,7 +216,7 @@ class SessionState:
         self.parsing = asyncio.Lock()
         """Held while a request of the session is parsed."""
         self.parsing_large = asyncio.Lock()
-        """Held while a larger request of the session is parsed (see `request_reader`)."""
+        """Held in place of `parsing` while a large request of the session is parsed (see `request_reader`)."""
         self.lost = 0
         """Calls that were answered but could not be committed. The session is then incomplete and not trained on."""
         self.unstored_key: bytes | None = None
@@ -224,7 +224,7 @@ class SessionState:
         self.refusal: str | None = None
         """Why the last call could not be recorded. It was refused, or broken off if its answer had begun."""
         self.ended = False
-        """True if the rollout ended while calls were in flight: they are answered with a 409."""
+        """True if the rollout ended while calls were in flight. Their clients get a 409 in place of the answer."""
         self.recorded = 0
         """Number of the session's stored calls that this state knows, from this gateway and from others."""
 
@@ -466,7 +466,8 @@ class SessionState:
 
 
 def has_rewritten_text(call: CallRecord) -> bool:
-    """Return whether a hook changed the messages or the answer of a call, so that its tokens are of other texts."""
+    """Return whether a hook changed the messages or the answer of a call, so that its tokens do not encode its recorded
+    texts."""
     changes = call.hooks or {}
     return "answer" in changes or "messages" in changes.get("request", {})
 

@@ -18,7 +18,7 @@ ResultT = TypeVar("ResultT")
 class BatchWriter(Generic[ItemT, ResultT]):
     """Collects the items that arrive while a batch is written, and writes them together as the next batch.
 
-    `write` gets each item with the future of its caller, and must resolve all futures.
+    `write` gets each item with the future that `add` returned for it, and must resolve all futures.
     """
 
     def __init__(self, write: Callable[[Sequence[tuple[ItemT, asyncio.Future[ResultT]]]], Awaitable[None]]) -> None:
@@ -51,7 +51,7 @@ class BatchWriter(Generic[ItemT, ResultT]):
 
 
 def concerns_any_record(error: Exception) -> bool:
-    """Return whether every other record would fail in the same way: database locked, full or unreachable."""
+    """Return whether this error would hit any other record too, because the database is locked, full or unreachable."""
     cause = error.__cause__
     return isinstance(cause, OperationalError | PoolTimeout | OSError) or (
         isinstance(cause, DBAPIError) and cause.connection_invalidated

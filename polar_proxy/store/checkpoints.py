@@ -1,9 +1,9 @@
-"""Checkpoints of a SQLite file: its write-ahead log is copied into it beside the commits, not inside one of them.
+"""Checkpoints of a SQLite file: a thread copies the write-ahead log into the file while commits go on.
 
-A checkpoint waits for the disk (60 to 340 ms for 50 MB of log). SQLite makes it in the commit that finds the log too
-long, and that commit and all later ones wait for it. Here a thread copies the log while commits go on, and a commit
-then copies only what was added meanwhile. The log is then empty for the next transaction, unless a reader still needs
-a part of it; then both are tried again. See https://www.sqlite.org/wal.html#ckpt.
+A checkpoint waits for the disk (60 to 340 ms for 50 MB of log). SQLite itself makes it in the commit that finds the log
+too long, and that commit and all later ones wait for it. Here the commit after the thread has ended copies only what
+was added meanwhile. The log is then empty for the next transaction. If a reader still needs a part of it, the thread
+and then a commit copy again later. See https://www.sqlite.org/wal.html#ckpt.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 class Checkpointer:
     """Copies the write-ahead log of a SQLite file into the file when it has become long.
 
-    The connections that write must not copy it themselves (`wal_autocheckpoint=0`), and must shorten the file of the
-    log when they begin it anew (`journal_size_limit=0`), because its length is the measure.
+    The connections that write must not copy the log themselves (`wal_autocheckpoint=0`). They must truncate its file
+    when they start it again (`journal_size_limit=0`), because the length of the file decides when to copy.
     """
 
     def __init__(self, path: Path, *, log_bytes: int = _LOG_BYTES, pause: float = _PAUSE_SECONDS) -> None:
-        """`log_bytes`: length of the log from which it is copied. `pause`: seconds between two checkpoints."""
+        """`log_bytes`: a longer log is copied. `pause`: minimum seconds between the beginnings of two checkpoints."""
         self._path = path
         self._limit, self._pause = log_bytes, pause
         self._log_path = f"{path}-wal"
@@ -50,14 +50,16 @@ class Checkpointer:
             self._running = self._thread.submit(self._checkpoint)
 
     def _log_length(self) -> int:
-        """Return the length of the log in bytes. A file system that cannot share memory has no log: 0."""
+        """Return the length of the log in bytes; 0 on file systems without shared memory, where SQLite cannot use such
+        a log."""
         try:
             return os.stat(self._log_path).st_size
         except FileNotFoundError:
             return 0
 
     def _checkpoint(self) -> None:
-        """Copy what no reader needs in the log. Without effect while another connection does so."""
+        """Copy the log, as far as the oldest reader's snapshot allows. No effect while another connection makes a
+        checkpoint."""
         try:
             with closing(sqlite3.connect(self._path)) as connection:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)")

@@ -58,7 +58,7 @@ _PROBE_SECONDS = 1.2
 _RECENT_SECONDS = 1.0
 """A write that ended at most this long ago shows that the database can be written."""
 _READERS = 8
-"""Number of SQLite reads of `Database.read` that run at once."""
+"""Maximum number of SQLite reads of `Database.read` that run at once."""
 _JSON: dict[str, Any] = {"json_serializer": json_codec.dumps_text, "json_deserializer": json_codec.loads}
 _STUCK_SECONDS = 10.0
 """Time after which a SQLite write of this process counts as stuck, not as slow."""
@@ -82,9 +82,9 @@ class UnstorableValueError(StoreError):
 class _WriteLock:
     """Lets the SQLite writers of this process take turns: the worker thread, or one other writer.
 
-    The worker thread runs its transactions one after the other. They need not wait here for each other, only for a
-    writer that is running or came first: a transaction in the thread ends before the event loop learns of it, and
-    in a busy loop that takes much longer than the transaction.
+    The worker thread runs its transactions one after the other, so these do not wait here for each other, but only for
+    another writer that runs or came first. If they did, each would wait until the event loop learns that the one before
+    has ended, which in a busy loop takes much longer than the transaction.
     """
 
     def __init__(self) -> None:
@@ -136,8 +136,8 @@ class Database:
     busy handler instead of failing half-way; a reader sees one snapshot and cannot write. The writers of this process
     also take turns (see `_WriteLock`), because the next one then begins at once, whereas the busy handler sleeps.
 
-    If a PostgreSQL server was reached and is unavailable, a new transaction waits for it. A transaction that the
-    server cut off raises an error: only its caller knows whether it may be repeated.
+    If a PostgreSQL server was reached before and is now unavailable, a new transaction waits for it. A transaction that
+    the server broke off raises an error, because only its caller knows whether it may be repeated.
     """
 
     def __init__(self, url: str) -> None:
@@ -156,8 +156,8 @@ class Database:
         self._async_engines: list[AsyncEngine] = []
         """`_writer` and `_reader`, if they were used."""
         if self.path is not None:
-            # aiosqlite changes threads three times per statement. `read` and `write` therefore have connections of
-            # their own in threads of their own, where a whole transaction is one change of threads.
+            # aiosqlite changes threads three times per statement. `read` and `write` therefore use separate connections
+            # in separate threads, where a whole transaction takes one change of threads.
             blocking = make_url(url).set(drivername="sqlite")
             # Used in one thread, closed in another.
             own = {"connect_args": {"check_same_thread": False, "factory": RollbackOnClose}, "max_overflow": 0}
@@ -169,7 +169,7 @@ class Database:
 
     @cached_property
     def _writer(self) -> AsyncEngine:
-        """The engine of `writing`, and for PostgreSQL of all transactions."""
+        """The SQLAlchemy engine of `writing`, and for PostgreSQL of all transactions."""
         if self.path is None:
             # pre_ping: the server may have been restarted since the connection was pooled. No overflow: under load
             # its connections would be made and closed again and again.
@@ -182,7 +182,7 @@ class Database:
 
     @cached_property
     def _reader(self) -> AsyncEngine:
-        """The engine of `reading`."""
+        """The SQLAlchemy engine of `reading`."""
         if self.path is None:
             return self._writer
         own = {"factory": RollbackOnClose}
@@ -212,7 +212,7 @@ class Database:
     async def writing(self, patience: float | None = None) -> AsyncIterator[AsyncConnection]:
         """Open a transaction that is committed when the block ends without an error.
 
-        `patience`: seconds to wait for a server that is away. Then StoreUnreachableError is raised.
+        `patience`: seconds to wait for a server that is unavailable, before StoreUnreachableError is raised.
         """
         with self.translated():
             async with self._turn():
@@ -250,15 +250,15 @@ class Database:
                 return await loop.run_in_executor(self._worker, work)
 
     async def write(self, work: Callable[[Connection], T], patience: float | None = None) -> T:
-        """Run `work` in a transaction (see `writing`), with SQLite in a thread. If the caller is cancelled, it may be
-        committed."""
+        """Run `work` in a transaction (see `writing`), with SQLite in a thread. If the caller is cancelled, the
+        transaction may still be committed."""
         if self._worker_engine is None:
             async with self.writing(patience) as connection:
                 return await connection.run_sync(work)
         return await self.write_in_thread(lambda: None, lambda connection, _: work(connection), patience)
 
     async def run_exclusive(self, work: Callable[[], T]) -> T:
-        """Run `work`, which has its own connection, in a thread while no other writer of this process runs."""
+        """Run `work`, which writes on its own connection, in a thread while no other writer of this process runs."""
         async with self._write_lock.other():
             return await asyncio.to_thread(work)
 
@@ -276,7 +276,7 @@ class Database:
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Run `work` with a connection as that of `reading`: SQLite in a thread, PostgreSQL in the event loop.
 
-        So `work` may make rows, but must not unpack texts and tokens.
+        So `work` may build rows, but must not unpack texts and tokens, which would block the event loop.
         """
         engine = self._reader_engine
         if engine is None:
@@ -303,7 +303,7 @@ class Database:
                 is_recent = self._written_at > began - _RECENT_SECONDS
                 await asyncio.to_thread(check_free_space if is_recent else probe_file, self.path)
             elif self._written_at <= began - _RECENT_SECONDS:
-                # In a loop of its own: in a busy one, its few round trips take longer than they may.
+                # In a separate event loop: in a busy one, the few round trips would exceed their time limit.
                 await asyncio.to_thread(asyncio.run, self._probe_server())
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
             may_be_load = isinstance(error, TimeoutError) or (is_locked(error) and self._may_have_lock())
@@ -319,7 +319,7 @@ class Database:
         since = self._write_lock.since
         seconds = 0.0 if since is None else time.monotonic() - since
         if seconds > _STUCK_SECONDS:
-            raise StoreError(f"A write of this process has been running for {seconds:.0f} s")
+            raise StoreError(f"A write of this process has been running for {seconds:.0f} s, and others wait for it")
         return True
 
     async def _probe_server(self) -> None:
@@ -427,7 +427,7 @@ _REASONS = (
 
 
 def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
-    """Describe the error without the statement and its parameters, which may hold a conversation."""
+    """Return what the error means, without the statement and its parameters, which may hold a conversation."""
     if isinstance(error, PoolTimeout):
         return "The database is too busy: no connection became free in time"
     if isinstance(error, DBAPIError) and error.orig is not None:

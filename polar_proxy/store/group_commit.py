@@ -128,7 +128,7 @@ class GroupCommit:
     async def _fail(self, lane: _Lane, batch: _Commits, error: Exception, *, unsure: bool) -> None:
         """Resolve the futures of a batch that failed. `unsure`: an earlier try may have been committed."""
         stored: set[str] = set()
-        if isinstance(error, StoreUnreachableError):  # those that came meanwhile need not wait for it too
+        if isinstance(error, StoreUnreachableError):  # calls that arrived meanwhile need not wait for the server too
             for record, future in lane.writer.take_waiting():
                 _resolve(future, record, error)
         if unsure:

@@ -111,7 +111,7 @@ def name_lock_holder(path: Path) -> str:
 
 
 def write_lock_holders(path: Path) -> list[int]:
-    """Return the pids that hold the write lock of a database in WAL mode; empty where the system does not tell.
+    """Return the pids that hold the write lock of a database in WAL mode; empty on systems that do not report them.
 
     The list comes from /proc/locks. Asking the file (F_GETLK) would need a descriptor, and closing that would release
     all locks of this process on the file.

@@ -51,8 +51,8 @@ class Store:
         self._artifacts_folder = artifacts
         self._marks_folder = artifacts.parent / "unrecorded"
         self._flushing = AsyncExitStack()
-        """Its exit writes the rows that wait, and stops the repositories that write in batches, in reverse order of
-        their creation."""
+        """When it is closed, the repositories that write in batches write their waiting rows and stop, in reverse order
+        of their creation."""
         # One conversation (calls, open_calls, conversations, traces, rescores: below)
         self.sessions = SessionRepository(database)
         self._flushing.push_async_callback(self.sessions.stop)
@@ -188,7 +188,7 @@ class Store:
                 await self.sessions.mark_unrecorded(mark)
 
     async def flush(self) -> None:
-        """Write the calls that wait for their commit, and refuse more."""
+        """Write the calls, announcements and sessions that wait for their transaction, and refuse further calls."""
         await self._flushing.aclose()
 
 

@@ -59,7 +59,7 @@ def read_dockerfile(context: Path, workdir: str | None = None) -> DockerfileWork
     executable: list[str] = []
     for number, source, target in copies:
         if not target.startswith(root.rstrip("/") + "/"):
-            raise BadTaskError(f"environment/Dockerfile:{number}: COPY to {target}, outside {root}, needs the image")
+            raise _needs_image(number, f"COPY to {target}, outside {root},")
         name = posixpath.relpath(target, root)
         try:
             files[name] = source.read_text(encoding="utf-8")

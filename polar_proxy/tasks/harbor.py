@@ -10,9 +10,9 @@ may declare::
     [metadata.polar]
     without_image = true
 
-Polar then ignores FROM and RUN lines, takes WORKDIR as the workspace, copies the text files of COPY lines into it and
-sets the variables of ENV lines; any other line is refused. Such a task also runs in bubblewrap, and in docker from its
-real image.
+Polar then takes WORKDIR as the workspace, copies the text files of COPY lines into it, sets the variables of ENV lines,
+and ignores lines that install programs or describe the image (FROM, RUN, CMD, LABEL, ...). Any other line is refused.
+Such a task also runs in bubblewrap, and in docker from its real image.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def harbor_task(folder: Path, position: int) -> Task:
     config = _config(folder)
     for name, what in _UNSUPPORTED_FILES.items():
         if (folder / name).exists():
-            raise BadTaskError(f"{name}: {what} is not supported")
+            raise BadTaskError(f"{name}: Polar does not support {what}")
     for keys, what in _UNSUPPORTED_KEYS.items():
         if _at(config, *keys):
-            raise BadTaskError(f"task.toml: {'.'.join(keys)}: {what} is not supported")
+            raise BadTaskError(f"task.toml: {'.'.join(keys)}: Polar does not support {what}")
     if str(_at(config, "environment", "os") or "linux").lower() != "linux":
-        raise BadTaskError("task.toml: environment.os: only linux is supported")
+        raise BadTaskError("task.toml: environment.os: Polar supports only linux")
     if _at(config, "verifier", "environment_mode") == "separate":
-        raise BadTaskError("task.toml: verifier.environment_mode: separate is not supported")
+        raise BadTaskError("task.toml: verifier.environment_mode: Polar does not support the mode separate")
     tests = folder / "tests"
     check_inside(folder, tests / "test.sh")
     if not (tests / "test.sh").is_file():
@@ -92,8 +92,8 @@ def _environment(folder: Path, config: dict[str, Any]) -> tuple[Environment, dic
     context = folder / "environment"
     image = _at(config, "environment", "docker_image")
     workdir = _at(config, "environment", "workdir")
-    memory = _number(config, "environment", "memory_mb") or _megabytes(_at(config, "environment", "memory"))
-    storage = _number(config, "environment", "storage_mb") or _megabytes(_at(config, "environment", "storage"))
+    memory = _number(config, "environment", "memory_mb") or _megabytes(config, "memory")
+    storage = _number(config, "environment", "storage_mb") or _megabytes(config, "storage")
     cpus = _number(config, "environment", "cpus")
     if workdir is not None and not isinstance(workdir, str):
         raise BadTaskError("task.toml: environment.workdir: must be text")
@@ -176,10 +176,11 @@ def _variables(config: dict[str, Any], section: str) -> dict[str, str]:
     return dict(variables)
 
 
-def _megabytes(size: object) -> int | None:
+def _megabytes(config: dict[str, Any], name: str) -> int | None:
+    size = _at(config, "environment", name)
     if not size:
         return None
     found = _SIZE.fullmatch(str(size))
     if found is None:
-        raise BadTaskError(f"task.toml: environment.memory: {size!r} is not a size such as 2G")
+        raise BadTaskError(f"task.toml: environment.{name}: {size!r} is not a size such as 2G")
     return max(1, int(float(found["number"]) * _MEGABYTES[found["unit"].upper()]))

@@ -132,9 +132,10 @@ def _inside(path: Path, folder: Path) -> Path | BadTaskError:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """Yield each line of a JSONL file, or each element of the list in a JSON file, as (place, content).
+    """Yield each line of a JSONL file, or each element of the list in a JSON file, as (where, row).
 
-    The place is for messages, such as ``tasks.jsonl:3``. The content of a line that is not JSON is a `BadTaskError`.
+    `where` names the row in messages, such as ``tasks.jsonl:3``. A line that is not JSON gives a `BadTaskError` in
+    place of its row.
 
     A first row ``{"defaults": {...}}`` holds values for fields that the others leave out. Raises `UsageError` for a
     file that cannot be read at all.

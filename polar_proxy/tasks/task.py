@@ -55,8 +55,8 @@ class Environment:
     build: str | None = None
     """Folder on this machine with a Dockerfile. The image is built from it, and again when its content changes."""
     without_image: bool = False
-    """The task also runs without `image` and `build`, in any sandbox that has its own file system. The workspace then
-    consists of `files`."""
+    """The task also runs without `image` and `build`, in any sandbox that has its own file system. The workspace is
+    then the `repository`, or consists of `files`."""
     repository: GitRepository | None = None
     """The workspace is this repository, with its history up to the commit and nothing later."""
     base_commit: str | None = None
@@ -68,9 +68,9 @@ class Environment:
     hide: tuple[str, ...] = ()
     """Absolute paths in the image that are removed before the agent starts, because it must not see them."""
     snapshot: bool = False
-    """The agent gets the workspace unchanged and not as a git repository. Its changes are found by comparison with a
-    snapshot outside the workspace, which includes files that git would ignore. A repository inside the workspace is
-    neither cleaned nor compared."""
+    """The agent gets the workspace unchanged and not as a git repository. The agent's changes are found by comparison
+    with a snapshot outside the workspace, also in files that git would ignore. A repository inside the workspace stays
+    as it is, and changes in its .git folder do not count."""
     executable: tuple[str, ...] = ()
     """The names of those of the task's `files` that are executable (mode 755)."""
     env: Mapping[str, str] = field(default_factory=dict)

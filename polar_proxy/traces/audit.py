@@ -35,14 +35,14 @@ TOLERANCE = 1e-2
 """Nats. In fp32 a batched decode and a prefill of the same tokens differ by 1e-5 to 1e-3; an importance ratio that is
 wrong by one per cent is still far inside of every clip range. bf16 needs more (docs/guide/data.md)."""
 CONTEXT_TOKENS = 24
-"""How many tokens are shown before a token that differs most."""
+"""Number of tokens that the report shows before each of the tokens that differ most."""
 UNKNOWN = "unknown"
-"""The name for counting traces without a harness (no rollout), and tokens without a policy version."""
+"""The key for counts of traces without a harness (no rollout) and of tokens without a policy version."""
 _WORST_PER_TRACE = 3
 _WORST_IN_REPORT = 10
 _INFORMATIVE = -0.1
-"""Tokens of lower log-probability distinguish the modes `raw` and `processed`. A certain token has the same value in
-both."""
+"""Only tokens with a lower log-probability (nats) show whether values are raw or processed. For a token that is nearly
+certain, both values are near 0."""
 _INFORMATIVE_TOKENS = 16
 _FITS = 0.95
 
@@ -313,7 +313,8 @@ class TraceAudit:
         self.worst: list[LogprobDifference] = []
         self._trace, self._path, self._fresh, self._reference = trace, path, fresh, reference
         self._pairs: dict[tuple[LogprobMode, float], list[_Values]] = {}
-        """(mode, temperature) -> recorded values and fresh ones at temperature 1, each [2, n]"""
+        """(mode and temperature of the recording) -> arrays [2, n]: the recorded values, and fresh ones at
+        temperature 1."""
 
     @property
     def tokens(self) -> int:
@@ -413,10 +414,10 @@ def wrong_mode(
 ) -> LogprobMode | None:
     """Return the mode of the `recorded` log-probabilities (float64 [n]) if it is clearly not `mode`, else None.
 
-    `fresh`, float64 [n]: the same tokens' log-probabilities at temperature 1. Raw values equal them. Other values are
-    taken for processed if `recorded - fresh / T` has the right sign: with the logits z and p = softmax(z), processed
-    values are log softmax(z / T) = log p / T - log sum p^(1/T), so the difference is negative for T > 1 and positive
-    for T < 1. (top_p and the like make the sum smaller, which may change the sign for T > 1.)
+    `fresh`, float64 [n]: the same tokens' log-probabilities at temperature 1. Recorded values are raw if they equal
+    `fresh`. Otherwise they count as processed if `recorded - fresh / T` has the right sign: with the logits z and
+    p = softmax(z), processed values are log softmax(z / T) = log p / T - log sum p^(1/T), so the difference is negative
+    for T > 1 and positive for T < 1. (top_p and the like make the sum smaller, which may change the sign for T > 1.)
     """
     informative = fresh < _INFORMATIVE
     if np.count_nonzero(informative) < _INFORMATIVE_TOKENS or abs(1 / temperature - 1) < 0.1:

@@ -5,8 +5,8 @@ merged    calls joined wherever a prompt begins, token for token, with a whole e
 tree      a forest that stores common prefixes once: a trace holds only its own tokens; `parent_trace_id` names its
           parent, and `branch_at` is the number of tokens of the parent's whole path that come before them
 
-Every builder validates its result (`validation.validate`): each answer is in exactly one trace,
-or its call is excluded with a reason, and each sampled token follows the prompt from which it was sampled.
+Every builder validates its result (`validation.validate`): each answer is in exactly one trace, or its call is excluded
+with a reason, and each sampled token follows the prompt from which it was sampled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BuildResult:
     excluded: Mapping[str, str]
     """call id -> machine-readable reason"""
     on_drift: str | None = None
-    """The drift policy of builder `merged`; None for the others."""
+    """The drift policy of the builders that join calls, `merged` and `rescored`; None for the others."""
     drift_events: tuple[DriftEvent, ...] = ()
     """Every drifted call of the session, with the builder's treatment of it."""
     grade_reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class CallMerger:
         self._by_last_answer: dict[tuple[str, int], TraceBuilder] = {}
         self._prefixes = PrefixTable()
         self._numbers: dict[TraceBuilder, int] = {}
-        """The place of each trace in `traces`, which is its number in `_prefixes`."""
+        """Index of each trace in `traces`; the trace has the same number in `_prefixes`."""
 
     def add(self, call: CallRecord) -> None:
         trace, start, joins_drift = None, 0, False
@@ -153,8 +153,8 @@ class CallMerger:
         """Return the trace that a call is joined to despite drift, and where the context begins in the call's prompt.
 
         Either this call drifted, or an earlier drifted call was joined to the trace, which therefore has other tokens
-        than this call's prompt. Return None if there is no drift, or no clean join. Sets the outcome of
-        the call's drift event.
+        than this call's prompt. Return None if there is no drift, or no clean join. Sets the outcome of the call's
+        drift event.
         """
         event = self._events.get(call.call_id)
         trace = self._by_last_answer.get((call.base_call_id or "", call.base_choice or 0))
@@ -194,7 +194,8 @@ def _deepest(traces: Sequence[TraceBuilder], call: CallRecord) -> tuple[TraceBui
     """Return the trace with the longest common prefix with the call's prompt, and the prefix's length.
 
     Among equally long ones, prefer a trace that ends with this prefix, then one whose last answer is the one that the
-    call extends (its base), then one that contains the call's parent, then the first. (None, 0) without a trace.
+    call extends (its base), then one that contains the call's parent, then the first. (None, 0) if no trace shares a
+    token with the prompt.
     """
     prompt = call.prompt_ids
     assert prompt is not None
@@ -249,7 +250,7 @@ class TraceBuilder:
 
     @property
     def token_ids(self) -> TokenIds:
-        """The tokens of this trace without those of the path before it: a view, in which later tokens do not appear."""
+        """A view of this trace's own tokens, without the path before them. Tokens added later are not in the view."""
         return self._buffer[: self._size]
 
     @property

@@ -1,8 +1,8 @@
 """The certificate of a trace: the origin of its tokens, in a form that a machine checks with the exported row alone.
 
-`Certificate` is the model; its JSON Schema is `Certificate.model_json_schema()`. Polar makes
-certificates as plain JSON; the model is for reading certificates that came from elsewhere. The hash chain makes each
-span's hash cover everything before it:
+`Certificate` is the model; its JSON Schema is `Certificate.model_json_schema()`. Polar makes certificates as plain
+JSON; the model is for reading certificates that came from elsewhere. The hash chain makes each span's hash cover
+everything before it:
 
     seed   = H("", header)                                header: the fields of `Certificate.header`
     hash_k = H(hash_{k-1}, span_k, tokens_k, logprobs_k)  hash_0 = seed, head = the last hash

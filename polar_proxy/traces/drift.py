@@ -4,8 +4,8 @@ A call drifts when it continues the answer of a trained call (its base), the bas
 does not begin with them, and its `prompt_reason` is not one of `INTENTIONAL_REASONS`. This shows what a harness
 serialised differently, reordered or dropped, with the position at which the tokens differ.
 
-With `on_drift = canonical` a drifted call is joined to the trace of its base anyway: the sampled tokens so far
-are kept, and the context between them and the new answer is taken from the drifted call's own prompt
+With `on_drift = canonical` a drifted call is joined to the trace of its base anyway: the sampled tokens so far are
+kept, and the context between them and the new answer is taken from the drifted call's own prompt
 (`find_context_start`). As in Polar's paper, a sampled token may then follow other tokens than its recorded prompt:
 such traces are `approximate`.
 """
@@ -62,9 +62,9 @@ class DriftEvent(BaseModel):
 
 
 def drift_events(calls: Sequence[CallRecord], excluded: Mapping[str, str] | None = None) -> tuple[DriftEvent, ...]:
-    """Return the drift of every call of a session, in the order of the calls.
+    """Return an event for each drifted call of a session, in the order in which the calls started.
 
-    `excluded` are the calls that are not trained; they are computed if not given.
+    `excluded`: call id -> reason, of the calls that are not trained; computed if not given.
     """
     not_trained = excluded_calls(calls) if excluded is None else excluded
     trained = {call.call_id: call for call in calls if call.call_id not in not_trained}

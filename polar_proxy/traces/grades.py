@@ -2,7 +2,7 @@
 
 exact        the engine rendered every prompt, and every log-probability was reported at sampling
 continued    Polar continued some prompts from exact tokens
-approximate  the reasons name what differs from sampling. Exported and trained only on request
+approximate  the reasons name what differs from sampling. Exported only on request; Polar's trainer skips it
 rejected     an audit found the log-probabilities wrong. No builder gives this grade
 
 Reasons, each with the best grade that it allows:
@@ -41,11 +41,12 @@ _GRADE_BY_REASON: Mapping[str, Grade] = {
     "summarised": "approximate",
 }
 SUMMARISING_ENGINES = frozenset({"anthropic", "google", "passthrough"})
-"""Engines of providers that show a summary of the reasoning, as most of those do to which `passthrough` sends calls."""
+"""Engines whose answers contain a summary of the reasoning. `passthrough` is one of them, because most providers that
+it calls send summaries."""
 
 
 _NOTES = 20
-"""Maximum number of notes that are passed on; clients may send any number of different values."""
+"""Maximum number of notes that are passed on, because clients may send any number of different values."""
 
 
 def grade_of(reasons: Iterable[str]) -> Grade:
@@ -116,10 +117,10 @@ class DistributionNotes:
 
 
 def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
-    """Return whether the weights changed while an answer was sampled, and it is not known at which token.
+    """Return whether the weights changed at an unknown token of an answer.
 
-    `versions`: (first position, policy version) of each run of tokens of the answer. If the token is not known, there
-    is one run, with the version "A..B": A was loaded before the answer, and B after it.
+    `versions`: (first position, policy version) of each run of tokens of the answer. If the token is unknown, there is
+    one run, with the version "A..B": A was loaded before the answer, and B after it.
     """
     return len(versions) == 1 and ".." in (versions[0][1] or "")
 
@@ -171,9 +172,9 @@ def in_start_order(calls: Sequence[CallRecord]) -> list[CallRecord]:
 
 
 def _superseded_attempts(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[str]:
-    """Return the answered attempts at a request that the agent did not continue.
+    """Return the ids of answered calls that the agent discarded when it retried their request.
 
-    The agent used one attempt at each request: the attempt to which later calls refer, or else the last one.
+    Of all attempts at a request, those to which later calls refer are kept; if there is none, the last one is kept.
     """
     first: dict[str, str] = {}
     attempts: dict[str, list[str]] = {}

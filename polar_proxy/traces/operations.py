@@ -51,9 +51,9 @@ async def find_targets(
 ) -> list[SessionTarget]:
     """Return the named sessions, or the sessions of the rollouts that match `where`.
 
-    Without both arguments, return the session of every rollout, then the sessions that have calls but no rollout, each
-    part newest first. `limit` bounds the total. Raise UsageError for an invalid condition, an unknown session, and for
-    both arguments at once.
+    Without both arguments, return the session of every rollout, newest first, then the sessions that have calls but no
+    rollout (except those of models that play a user), newest first. `limit` bounds the total. Raise UsageError for an
+    invalid condition, an unknown session, and for both arguments at once.
     """
     if where is not None and session_ids:
         raise UsageError("Give either --where, which selects rollouts, or --session.")

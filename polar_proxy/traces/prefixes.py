@@ -1,7 +1,7 @@
-"""Find those of many growing token sequences with which another sequence begins.
+"""Find which of many growing token sequences are prefixes of another sequence.
 
 The hash of a sequence t is the sum of t[i] * B^(i+1) modulo 2^64. So a sequence that grows changes its hash by its new
-tokens only, and the hashes of all beginnings of a sequence are one cumulative sum.
+tokens only, and one cumulative sum gives the hashes of all prefixes of a sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _terms(ids: TokenIds, start: int) -> npt.NDArray[np.uint64]:
 
 
 class PrefixTable:
-    """The length and hash of each numbered token sequence, to find those with which another sequence begins."""
+    """The length and hash of each numbered token sequence, to find those that are prefixes of another sequence."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -50,7 +50,7 @@ class PrefixTable:
         self._sizes[here] += len(piece)
 
     def candidates(self, ids: TokenIds) -> list[int]:
-        """Return the numbers of all sequences with which `ids` begins, and perhaps of others."""
+        """Return the numbers of all sequences that are prefixes of `ids`, and perhaps of others: compare the tokens."""
         if self._count <= _FEW:
             return list(range(self._count))
         sizes, hashes = self._sizes[: self._count], self._hashes[: self._count]

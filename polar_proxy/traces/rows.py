@@ -91,8 +91,8 @@ def _write_spans(trace: Trace) -> Iterator[Json]:
 def read_row(row: Any) -> Trace:
     """Return the trace that a row was written from, equal in every bit.
 
-    A trace without a reward gets the rollout's. Raise RowError for a newer row format (`newer_schema`),
-    and for a row whose fields are missing, of another type, or contradict each other (`malformed`).
+    A trace without a reward gets the rollout's. Raise RowError for a newer row format (`newer_schema`), and for a row
+    whose fields are missing, of another type, or contradict each other (`malformed`).
     """
     if not isinstance(row, dict):
         raise RowError("malformed", "a row must be a JSON object")
@@ -134,7 +134,7 @@ def read_row(row: Any) -> Trace:
         ),
     )
     if (problem := find_layout_problem(trace)) is not None:
-        raise RowError("malformed", f"the parts of {name} contradict each other: {problem}")
+        raise RowError("malformed", f"the fields of {name} contradict each other: {problem}")
     return trace
 
 

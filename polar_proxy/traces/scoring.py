@@ -1,19 +1,19 @@
 """Scoring: the log-probabilities that an engine gives to sequences which it need not have sampled.
 
-For drifted calls that were joined (`rescore`), and for answers that were recorded as text, which make off-policy traces
-(`rescore_calls`, `build_rescored`). Promises of the latter, each with a test:
+`rescore` is for traces to which drifted calls were joined. `rescore_calls` and `build_rescored` make off-policy traces
+of answers that were recorded as text. Promises for these answers, each with a test:
 
 * The tokens of an answer are those that the engine's own template writes after the opening of an answer, up to and
-  including the end-of-turn token (without it if the answer was cut). An answer that cannot be rendered in this
-  way, or whose rendering does not contain all of it, is left out with a reason.
+  including the end-of-turn token (without it if the answer was cut). An answer that cannot be rendered in this way, or
+  whose rendering does not contain all of it, is left out with a reason.
 * The engine that scores did not sample the text. Every trace is of the builder `rescored`, graded `approximate`, and
   names the engine that scored it and the engine that wrote the text. No other builder sees these tokens.
 
-Reasons: `sampled_here` (the call has recorded tokens), `raw_prompt`, `images`, `constrained`, `unreadable` (the stored
-request cannot be read), `template_refuses`, `prompt_not_kept` (the rendered conversation with the answer does not
-begin with the prompt), `no_end_of_turn`, `answer_not_kept` (the template drops or changes the text), `cut_call` (the
-answer was cut and has tool calls), `empty`, `unfinished` (ended by a filter, for example), `beyond_context`,
-`no_logprobs`; and the reasons of every builder.
+Reasons for which an answer is left out: `sampled_here` (the call has recorded tokens), `raw_prompt`, `images`,
+`constrained`, `unreadable` (the stored request cannot be read), `template_refuses`, `prompt_not_kept` (the rendered
+conversation with the answer does not begin with the prompt), `no_end_of_turn`, `answer_not_kept` (the template drops or
+changes the text), `cut_call` (the answer was cut and has tool calls), `empty`, `unfinished` (ended by a filter, for
+example), `beyond_context`, `no_logprobs`; and the reasons of every builder.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Scorer:
 
 
 async def score_sequence(engine: Engine, ids: TokenIds, temperature: float = 1.0) -> npt.NDArray[np.float64]:
-    """Return the log-probability of each token after all before it, float64 [n].
+    """Return the log-probability of each token given all tokens before it, float64 [n].
 
     NaN for the first token, for tokens without a value from the engine, and after the end of its context.
     """

@@ -29,10 +29,10 @@ def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
 
     * Every call is either excluded with a reason, or each of its answers is complete in exactly one trace.
     * Each trace matches its calls. Its grade is the best one that its `grade_reasons` allow (`grades.grade_of`).
-    * The tokens before an answer are exactly the prompt of its call. Exception: if `on_drift` is `canonical` or
-      `rescore`, a trace may contain drifted calls. There, the tokens before an answer may instead
-      be those up to the end of the answer that its call continues, and then the end of the call's own prompt, from
-      the position that `drift.find_context_start` returns.
+    * The tokens before an answer are exactly the prompt of its call. Exception: with `on_drift` `canonical` or
+      `rescore`, in a trace to which drifted calls were joined, an answer may follow the answer that its call continues.
+      Between the two is then the end of the call's own prompt, from the position that `drift.find_context_start`
+      returns.
     * Every drifted call has a drift event, and the event's outcome is `excluded` exactly if the call is excluded.
     """
     by_id = {call.call_id: call for call in calls}
@@ -70,7 +70,7 @@ def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
 
 
 def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Iterator[str]:
-    """Yield a problem for each call that is neither excluded nor trained with each of its answers exactly once."""
+    """Yield a problem for each call that is not accounted for once: excluded, or trained with all its answers."""
     spans = [span for trace in build.traces for span in trace.spans if span.kind == "sampled"]
     trained = Counter((span.call_id, span.choice) for span in spans)
     for answer, times in trained.items():

@@ -69,11 +69,11 @@ def rloo(rewards: Rewards) -> Floats:
 def raft(rewards: Rewards) -> Floats:
     """RAFT: A_i = r_i where r_i > 0, else NaN. Rewarded rollouts are imitated; the others are not trained.
 
-    Without a baseline, a group that solved everything is trained, and a group that solved nothing is not. Because no
-    token is made less likely, a policy that is certain of most tokens keeps them, even with few rollouts and many
-    updates; the policy does not learn beyond the best rollouts of a group. With a clipped ratio (`losses.dapo`) the
-    second source calls it RAFT++. Source: Dong et al., RAFT, arXiv 2304.06767; Xiong et al., A Minimalist Approach to
-    LLM Reasoning, arXiv 2504.11343.
+    Without a baseline, a group that solved everything is trained, and a group that solved nothing is not. No token is
+    made less likely. Therefore tokens of which the policy is certain stay likely, even with few rollouts and many
+    updates, but the policy does not learn beyond the best rollouts of a group. RAFT with a clipped ratio
+    (`losses.dapo`) is called RAFT++ by the second source.
+    Source: Dong et al., RAFT, arXiv 2304.06767; Xiong et al., A Minimalist Approach to LLM Reasoning, arXiv 2504.11343.
     """
     values = reward_array(rewards)
     return np.where(values > 0.0, values, np.nan)
@@ -146,10 +146,10 @@ def gigpo(
 ) -> Floats:
     """GiGPO: advantages of all steps of a group's rollouts, A = A_rollout + weight * A_step. Float64 [steps].
 
-    A_rollout compares whole rollouts (`rewards` [n]). A_step compares the returns of all steps of the group at the same
-    anchor (the same state of the environment, any hashable), in whichever rollout; it is 0 for a step whose anchor
-    occurs once. Both subtract the mean and, with `normalise="std"`, divide by the deviation. The steps of a rollout
-    without a reward are left out of all statistics and get NaN.
+    An anchor is a hashable that identifies the state of the environment before a step. A_rollout compares the rollouts
+    (`rewards` [n]). A_step compares the returns of all steps with the same anchor, across the rollouts of the group; it
+    is 0 for a step whose anchor occurs once. Both subtract the mean and, with `normalise="std"`, divide by the
+    deviation. The steps of a rollout without a reward are left out of all statistics and get NaN.
 
     `rollout_of_step`, `anchors` and `step_returns` (R_t = r_t + gamma * R_(t+1)) are [steps].
     Source: Feng et al., GiGPO, arXiv 2505.10978: equations 3 (rollout), 5 (return), 6 (step groups), 7 (step), 8 (sum).

@@ -140,9 +140,10 @@ class PlannedRollout:
     rollout_id: str
     advantage: float
     skipped: str | None
-    """Why none of its sampled tokens is trained; None if some are."""
+    """Why the rollout is skipped as a whole; None if each of its traces is decided by itself."""
     skipped_traces: tuple[str | None, ...]
-    """For each of its traces, why it is not trained; None if the rollout decides."""
+    """For each of its traces, why this trace by itself is skipped; None if it has no fault. If `skipped` is set, all
+    traces are skipped, also those with None."""
     sampled_tokens: int
     trained_tokens: int
 
@@ -192,10 +193,10 @@ def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig, step: int = 
 def plan_batch(
     groups: Sequence[Sequence[tuple[RolloutOutcome, Sequence[Trace | TraceSummary]]]], config: GrpoConfig, step: int = 0
 ) -> BatchPlan:
-    """Compute advantages, and decide which rollouts and traces are trained. A group is its rollouts with their traces.
+    """Compute advantages, and decide which rollouts and traces are trained.
 
-    Tokens are not needed: summaries of stored traces give the same plan.
-    With `config.shuffle_rewards`, the seed of the shuffle is made from `config.seed` and `step`.
+    `groups`: for each group its rollouts, each with its traces. Summaries of stored traces give the same plan, because
+    no tokens are needed. With `config.shuffle_rewards`, the seed of the shuffle is made from `config.seed` and `step`.
     """
     rewards: list[list[float | None]] = [[rollout.reward for rollout, _ in group] for group in groups]
     if config.shuffle_rewards:
@@ -250,7 +251,7 @@ def _shuffle_rewards(rewards: Sequence[Sequence[float | None]], seed: str) -> li
 
 
 def _skip_rollout(row: RolloutOutcome, advantage: float, traces: Sequence[object]) -> str | None:
-    """Return why a rollout is not trained at all, or None."""
+    """Return why a rollout is skipped as a whole, or None."""
     if row.incomplete:
         return "incomplete"
     if row.masked:
@@ -339,7 +340,7 @@ def _observed_only(sequence: TrainingSequence) -> TrainingSequence:
 
 
 def _skip_trace(trace: Trace | TraceSummary, config: GrpoConfig) -> str | None:
-    """Return why a trace is not trained, or None."""
+    """Return why a trace is skipped even if its rollout is trained, or None."""
     if trace.grade not in TRAINABLE:
         return f"grade_{trace.grade}"
     if not trace.trained_tokens:

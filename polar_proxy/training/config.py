@@ -128,10 +128,11 @@ class GrpoConfig(BaseModel):
     """Temperature of the rollouts that this run starts. The loss uses the temperature that was recorded for each
     token."""
     proximal: Literal["sampler", "start", "recorded", "interpolated"] = "sampler"
-    """The proximal policy of decoupled, tis and icepop for tokens that older weights sampled. sampler: the trainer's
-    log-probabilities with those weights, read from the run's checkpoints (one more forward pass for each older
-    version). start: those with the weights before the step. recorded: the engine's. interpolated: a mean of recorded
-    and start, with more of start for staler tokens (A-3PO, arXiv 2512.06547)."""
+    """Source of the proximal log-probabilities, which the losses decoupled, tis and icepop use. sampler: the trainer,
+    with the weights that sampled the token; older ones are read from the run's checkpoints (one more forward pass for
+    each older version). start: the trainer, with the weights before the step. recorded: the engine. interpolated: a
+    mean of recorded and start, with more of start for staler tokens (A-3PO, arXiv 2512.06547); start alone for tokens
+    that the newest weights sampled."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL divergence from the reference model. 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

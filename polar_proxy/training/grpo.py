@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 MAX_EMPTY_ROUNDS = 3
-"""The run stops after this many rounds in a row without a finished group."""
+"""Maximum number of further rounds that are started for one step. If it still has no group, the run stops."""
 
 
 class RolloutSource(Protocol):

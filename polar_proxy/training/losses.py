@@ -41,7 +41,7 @@ class LossInputs:
     """log pi_prox."""
     advantages: Tensor
     weights: Tensor
-    """Weights of `token_weights`."""
+    """w_t: the weight of each token, from `token_weights`."""
     sequences: Tensor
     """int64: index of the sequence that each token belongs to."""
     entropy: Tensor
@@ -77,7 +77,7 @@ class LossStats:
 
 
 def ppo_clip(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> tuple[Tensor, LossStats]:
-    """L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
+    """PPO: L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
 
     With `aggregation="sequence"` this is the loss of GRPO without its KL term (`kl_to_reference`).
     Source: Schulman et al., PPO, arXiv 1707.06347; GRPO: arXiv 2402.03300.
@@ -132,9 +132,9 @@ def minpro(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28)
     q_t = min_{j < t} r_j * r_t (for the first token, r_t);
     L = -sum_t w_t sg(clip(q_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta(t), every token weighing the same.
 
-    The prefix of a token is what was sampled before it in the same sequence, without the context. The default clips are
-    ours. Source: Lei et al., A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization, arXiv 2601.22718 (the
-    formula as quoted by a survey; we had no access to the paper's text).
+    The prefix of a token consists of the sampled tokens before it in the same sequence; prompts and tool output do not
+    count. The default clips are ours. Source: Lei et al., A Step Back: Prefix Importance Ratio Stabilizes Policy
+    Optimization, arXiv 2601.22718 (the formula as quoted by a survey; we had no access to the paper's text).
     """
     log_ratios = log_ratio(batch.logprobs, batch.old_logprobs)
     ratio = (log_ratios + _smallest_earlier(log_ratios.detach(), batch.sequences)).exp()
@@ -272,9 +272,9 @@ def token_weights(
     * sequence: w_t = 1 / (R * sequences of its rollout * tokens of its sequence). Every rollout weighs the same, and
                 within it every sequence. With one sequence per rollout: GRPO, arXiv 2402.03300.
     * rollout:  w_t = 1 / (R * tokens of its rollout). Every rollout weighs the same, and within it every token.
-    * constant: w_t = 1 / `constants` [n]. The caller gives groups * rollouts of its group (G) * a fixed length, so that
-                the length of an answer has no influence (Dr. GRPO, arXiv 2503.20783, whose code divides by the largest
-                length allowed).
+    * constant: w_t = 1 / `constants` [n]. The constant of a token is (number of groups) * (number of rollouts in the
+                token's group) * (a fixed length), so that the length of an answer has no influence (Dr. GRPO, arXiv
+                2503.20783, whose code divides by the largest length allowed).
     """
     if aggregation == "constant":
         assert constants is not None, "the caller has the groups"

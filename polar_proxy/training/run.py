@@ -341,7 +341,10 @@ def initial_weights(settings: Settings, config: GrpoConfig) -> Path:
 
 @contextlib.asynccontextmanager
 async def load_learner(weights: Path, config: GrpoConfig) -> AsyncIterator[Learner]:
-    """Load the policy, its reference if there is a KL term, and the other processes if there are several."""
+    """Yield the learner with the policy of the folder `weights`, and with a reference model if there is a KL term.
+
+    With several `processes`, the other ones run until the block ends.
+    """
     reference = Path(config.reference or weights) if config.kl_coef else None
     if config.processes > 1:
         from polar_proxy.training.policy.fsdp import launch_sharded
@@ -366,7 +369,10 @@ def make_weight_sync(settings: Settings, config: GrpoConfig, engine: Engine, run
 
 
 def run_id(run: Path) -> str:
-    """Return the id made when the run started. So a new run under an old name does not get the old run's rollouts."""
+    """Return the run's id, which is made at its first start and kept in its folder.
+
+    A new run under the name of a deleted one has another id, so it does not get that run's rollouts.
+    """
     path = run / "run_id"
     if not path.exists():
         run.mkdir(parents=True, exist_ok=True)

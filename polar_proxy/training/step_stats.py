@@ -10,7 +10,8 @@ from polar_proxy.training.losses import KlStats, LossStats
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Statistics of the last epoch of a step. The mismatch is measured with the weights before the step."""
+    """Statistics of the last epoch of a step. The mismatch is the same in every epoch, because the proximal
+    log-probabilities are computed once per step."""
 
     loss: float
     tokens: int

@@ -1,8 +1,8 @@
 """Experiment trackers: `report_to = ["tensorboard", "wandb", "mlflow", "trackio"]` in `[grpo]`.
 
 Each tracker gets the numbers of every line of metrics.jsonl, under `KIND/NAME` and the number of the step. Each needs
-its own package, an extra of the same name. A resumed run continues the record of the run that was killed: its id is
-made from the run's folder, and steps that are repeated replace or follow the lost ones as the tracker allows.
+its own package, an extra of the same name. A resumed run continues the tracker's record of the killed run, because both
+have the id that the run's folder holds. Repeated steps replace the lost ones or follow them, as the tracker allows.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 After each sync engine and trainer both score a fixed prompt (the probe), and three things are checked:
 
 * Their log-probabilities differ by at most a tolerance.
-* The engine is nearer to the trainer's current weights than to those before the sync. Small updates hide within any
-  tolerance, so an engine that silently kept the old weights would pass the first check.
+* The engine is not much nearer (by a factor of 4) to the trainer's old weights than to the current ones. Small updates
+  hide within any tolerance, so an engine that silently kept the old weights would pass the first check.
 * The mean difference of engine and trainer is at most 4 times that of the first sync, or at most a tenth of the mean
   change of the trainer's log-probabilities since the last sync. Otherwise the engine loaded only a part of the
   weights.
@@ -387,7 +387,7 @@ def with_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _no_answer(call: str, error: httpx.HTTPError) -> TrainingError:
-    return TrainingError(f"vLLM did not answer to {call}: {error or type(error).__name__}")
+    return TrainingError(f"vLLM did not answer {call}: {error or type(error).__name__}")
 
 
 def _check(response: httpx.Response, call: str) -> None:

@@ -1,8 +1,8 @@
 """Access to the pages: a login with an API key sets a cookie, and the visitor then has the role of the key.
 
 The cookie is not the key. It is `NAME.EXPIRY.MAC`: the name of an API key, and a MAC made with the key's stored hash.
-Other servers on the same host get the cookie too, because cookies know no ports, and it opens nothing but the pages. It
-is valid for seven days or until the key is revoked, on every server of the database.
+It opens nothing but the pages, because browsers send it to other servers on the same host too (cookies have no port).
+It is valid for seven days or until the key is revoked, on every server of the database.
 
 On loopback no login is needed to read, if the gateway takes unknown keys there (`gateway.require_known_keys`) and no
 proxy forwarded the request. Every change needs a login, because an agent in a process sandbox also connects from

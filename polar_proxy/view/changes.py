@@ -1,10 +1,10 @@
-"""The stream that an open page follows: an event when its records have changed, after which the page asks for itself.
+"""Server-sent events for open pages: an event when the records that a page shows have changed, so that it updates.
 
 Several gateways, workers and trainers may write to one database, so no process knows all changes. The server therefore
-reads the state of the records twice a second, once for all pages that follow the same ones, and only while a page is
+reads the state of the records twice a second, once for all pages that show the same records, and only while a page is
 visible. The first event comes at once, because records may have changed while no stream was open.
 
-A server has at most `MOST_STREAMS` streams. Other pages ask for themselves every few seconds (`assets/page.js`).
+A server has at most `MOST_STREAMS` streams. Further pages update every few seconds (`assets/page.js`).
 """
 
 from __future__ import annotations

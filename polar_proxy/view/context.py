@@ -30,7 +30,7 @@ NAVIGATION = (
 
 @dataclass(frozen=True)
 class ViewContext:
-    """The store and the API's context of the server whose pages are shown, and caches of the pages."""
+    """The parts of a server that its pages need: the API's context (with the store), access, and the pages' caches."""
 
     api: ApiContext
     access: PageAccess

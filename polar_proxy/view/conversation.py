@@ -51,7 +51,7 @@ class ShownCall:
     """The messages as they were received, as indented JSON; None if only a separate page shows them."""
     raw_tools: str | None
     problem: str | None
-    """Why the request could not be parsed, and is shown as it was received; None if it was parsed."""
+    """Why the request could not be parsed; it is then shown as it was received. None if it was parsed."""
 
 
 def show_call(
@@ -65,8 +65,8 @@ def show_call(
     """Return what a page shows of a call.
 
     `following`: the call that continues it, which has the results of its tool calls. `known_messages`: the number of
-    its messages that an earlier call had. `most`: show at most this many of these, the newest ones. `with_raw`: also
-    return the request as it was received.
+    its messages that an earlier call had. `most`: the maximum number of known messages to show (the newest).
+    `with_raw`: also return the request as it was received.
     """
     request = conversation(call)
     problem = request.get("unparsed")

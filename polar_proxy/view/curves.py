@@ -13,7 +13,7 @@ HEIGHT = 150
 """Width and height of a panel, in the units of its SVG paths."""
 
 _LARGEST = 1e30
-"""Larger values, which no quantity has, are not drawn."""
+"""Values from this on are not drawn: no quantity has them, but a client may send them."""
 
 Value = Callable[[Json], float | None]
 """Function that returns one value of a line of metrics.jsonl, or None if the line lacks it."""
@@ -61,7 +61,7 @@ def _of(name: str) -> Value:
 
 
 def _number(value: object) -> float | None:
-    """Return a number of a line, which a client may have sent; None for any other value."""
+    """Return a value of a line if it is a number to draw, else None: a client may have sent anything."""
     return value if isinstance(value, int | float) and abs(value) < _LARGEST else None
 
 

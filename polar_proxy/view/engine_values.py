@@ -1,8 +1,8 @@
-"""Values of recorded tokens that the server's engine computes on request: importance ratios and alternatives.
+"""Values of recorded tokens that the server's engine computes on request: importance ratios and alternative tokens.
 
-The store has neither. A training step computes the ratio and the entropy of each token and keeps their means
-(`training/step_stats.py`); for each token and step they would need more room than the tokens themselves. So a reader
-sees what the engine's present weights give, and few readers use the engine at a time.
+They are not stored. A training step computes the ratio and the entropy of each token, but keeps only their means
+(`training/step_stats.py`): storing them for each token and step would need more room than the tokens themselves. So a
+reader sees values of the engine's present weights. Only a few readers may use the engine at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from polar_proxy.types import Json, Sampling, TextRequest, TopLogprob
 from polar_proxy.view.token_source import TokenSequence
 
 ALTERNATIVES = 10
-"""Number of alternatives of a token."""
+"""Number of alternatives (the most likely tokens) at a position."""
 _AT_ONCE = 2
 _NEEDED = frozenset({"score", "token_prompt"})
 
@@ -60,7 +60,10 @@ class EngineValues:
 
     async def ratios(self, sequence: TokenSequence) -> Json:
         """Return the importance ratio of each token: its probability with the engine's present weights, divided by the
-        recorded one. Null: nothing was sampled, or the two are not comparable. Raises UsageError and EngineError."""
+        recorded one; None where nothing was sampled, and where the two probabilities cannot be compared.
+
+        Raises UsageError and EngineError.
+        """
         engine = self._engine_for(sequence)
         temperatures = {span["scored_at"] for span in sequence.spans if span["scored_at"] is not None}
         async with self._gate:

@@ -1,6 +1,6 @@
 """The routes of the web page: the pages, and their common parts (login, search, changes, assets, errors).
 
-The overview is at `/`. Everything else is below `/view/`, apart from the routes of models and of the API.
+The overview is at `/`. All other pages are below `/view/`, where no route of the gateway or the API is.
 """
 
 from __future__ import annotations

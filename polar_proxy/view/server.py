@@ -46,7 +46,7 @@ class OwnHostOnly:
         if foreign is None:
             await self._app(scope, receive, send)
         else:
-            text = f"This server takes requests from its own machine only, and this one has the header '{foreign}'."
+            text = f"This server takes requests from its own machine only, and this request has the header '{foreign}'."
             await PlainTextResponse(text, 403)(scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""Readings that requests share for a moment, so that many open pages cost little more than one."""
+"""Query results that requests share for a moment, so that many open pages cost little more than one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _KEPT = 500
 
 
 class SharedReadings:
-    """The results of the last `seconds` by key. Requests that come while a reading runs wait for it."""
+    """Query results by key, each kept for `seconds`. Requests for a key whose query still runs wait for it."""
 
     def __init__(self, seconds: float) -> None:
         self._tasks: TTLCache[Hashable, asyncio.Task[Any]] = TTLCache(_KEPT, seconds)
 
     async def get(self, key: Hashable, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the last result for the key. If it is too old, call `read`, whose errors are raised."""
+        """Return the key's last result; if there is none or it is too old, that of `read`. Raises the errors of `read`,
+        also to later requests within `seconds`."""
         task: asyncio.Task[T] | None = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(read())
@@ -29,6 +30,6 @@ class SharedReadings:
 
 
 def _retrieve_error(task: asyncio.Task[Any]) -> None:
-    """Keep asyncio from logging an error with its traceback because every request that waited for it was cancelled."""
+    """Retrieve the task's error: asyncio logs it otherwise if all requests that waited for the task were cancelled."""
     if not task.cancelled():
         task.exception()

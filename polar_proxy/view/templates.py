@@ -32,8 +32,8 @@ def _shown(value: Any) -> Any:
 
 
 def _number(value: Any) -> str:
-    """Return an integer with separated thousands, or another number with four significant digits. JSON of clients may
-    have another value in place of a number, which is shown as its text."""
+    """Return an integer with separated thousands, or another number with four significant digits. Any other value,
+    which a client's JSON may have in its place, is shown as text."""
     if value is None:
         return "–"
     if isinstance(value, int | np.integer):
@@ -44,7 +44,7 @@ def _number(value: Any) -> str:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return a list in the JSON of a client; an empty list for any other value."""
+    """Return a value of a client's JSON if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 

@@ -201,8 +201,8 @@ def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord], resc
 
 
 def _scored_at(sampling: AnswerSampling, rescored: bool) -> float | None:
-    """Return the temperature at which an answer's log-probabilities compare with those of an engine; None if they are
-    of a distribution that an engine does not score, such as that of top_p."""
+    """Return the temperature at which an engine must score an answer for log-probabilities comparable with the recorded
+    ones; None if an engine cannot score their distribution, such as that of top_p or of temperature 0."""
     if sampling.logprob_mode == "processed" and not rescored and (sampling.changes or not sampling.temperature):
         return None
     return scored_temperature(sampling, rescored)

@@ -64,7 +64,7 @@ async def _messages(
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the messages of the engine; closing the connection ends the build."""
     images: Any = engine.images
-    request = engine._query(  # `images.build` has no parameters for the limits
+    request = engine._query(  # aiodocker's `images.build` has no parameters for the limits
         "build",
         "POST",
         params=parameters,

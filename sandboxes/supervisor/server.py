@@ -68,7 +68,7 @@ class Supervisor:
         self.init = os.fork()
         if self.init == 0:
             try:
-                # Not in the control groups: when programs fill their memory, the kernel could kill it instead of them.
+                # Not in the sandbox's control groups, where the kernel could kill it when programs fill the memory.
                 os.dup2(stdin_read, 0)
                 os.dup2(stdout_write, 1)
                 options = os.memfd_create("options", 0)  # not on the command line, which programs inside could read

@@ -148,7 +148,8 @@ def shim(
     """Run one command and reap its processes until none is left. An order to kill, or the end of the supervisor,
     kills them."""
     first = 3
-    for fd in sorted([orders, status, *fds, *cgroups]):  # above all not the control socket, whose end ends the sandbox
+    # Close everything else. Above all the control socket, whose end ends the sandbox, must not stay open here.
+    for fd in sorted([orders, status, *fds, *cgroups]):
         os.closerange(first, fd)
         first = fd + 1
     os.closerange(first, 4096)

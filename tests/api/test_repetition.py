@@ -38,7 +38,7 @@ async def test_an_agent_that_is_code_or_a_command_must_be_named_again(serve_api:
             (original,) = await queue(running, {**job_request(), "harness": agent})
             body = {"repeat_of": original.rollout_id}
             error = (await running.post("/jobs", body, status=400))["error"]
-            assert f"{agent!r}, a command or Python code" in error["message"]
+            assert f"{agent!r}, which is a command or Python code" in error["message"]
             (row,) = await queue(running, {**body, "harness": agent})
             assert row.config["harness"] == agent
 

@@ -109,7 +109,7 @@ def test_add_refuses_a_wrong_file_and_a_known_name(tmp_path: Path) -> None:
     assert harness("add", str(wrong))[::2] == (2, f"error: {wrong}: summary: Field required\n")
     code, _, error = harness("add", str(write_definition(tmp_path, "codex")))
     assert code == 2
-    assert "'codex' is a harness of Polar's own; choose another name" in error
+    assert "'codex' is a built-in harness; choose another name" in error
 
 
 def test_prune_needs_a_docker_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

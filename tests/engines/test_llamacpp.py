@@ -97,7 +97,7 @@ async def test_unknown_model_error_names_the_served_one() -> None:
 async def test_calls_in_another_form_are_refused_with_the_reason() -> None:
     async with FakeLlama(limits=frozenset({"other_form"})) as fake, LlamaCppEngine(fake.url) as engine:
         assert "tools" not in engine.info.capabilities
-        assert "another form than Hermes" in str(engine.continue_problem)
+        assert "another format than Hermes" in str(engine.continue_problem)
         with pytest.raises(RequestError, match="cannot read this model's tool calls") as caught:
             await run(engine, chat(**TOOLS))
         assert caught.value.param == "tools"

@@ -152,7 +152,7 @@ async def test_rejects_a_server_that_reads_no_call_in_the_form_of_its_template()
     fake = FakeVllm(limits=frozenset({"other_form"}), derenders=True)
     fake.read = lambda tokens, body: ("", text_of([token for token in tokens if token != END]), ())  # type: ignore[method-assign]
     async with fake, VllmEngine(fake.url) as engine:
-        assert "did not recognise a tool call in the chat template's form" in str(engine.continue_problem)
+        assert "did not recognise a tool call in the chat template's format" in str(engine.continue_problem)
 
 
 async def test_shows_parallel_calls_that_are_off() -> None:
@@ -178,7 +178,7 @@ async def test_parses_reasoning_only_if_the_server_does(thinks: bool, reasoning:
     [
         (FakeVllm(limits=frozenset({"no_tokenize"})), "`/tokenize` does not render"),
         (FakeVllm(limits=frozenset({"no_choice"})), "could not be made to answer.*--enable-scale-out"),
-        (FakeVllm(limits=frozenset({"other_form"})), f"another form.*does not offer {DERENDER}.*--enable-scale-out"),
+        (FakeVllm(limits=frozenset({"other_form"})), f"another format.*does not offer {DERENDER}.*--enable-scale-out"),
     ],
     ids=["no tokenize", "no structured outputs", "another form"],
 )
@@ -198,7 +198,7 @@ async def test_detects_a_server_that_reprints_arguments() -> None:
     plain = fake.read
     fake.read = lambda tokens, body: _reprinted(plain(tokens, body))  # type: ignore[method-assign]
     async with fake, VllmEngine(fake.url) as engine:
-        assert "awkward JSON otherwise than the Hermes parser" in str(engine.continue_problem)
+        assert "the Hermes parser parse awkward JSON differently" in str(engine.continue_problem)
 
 
 def _reprinted(answer: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
@@ -220,7 +220,7 @@ async def test_template_options_are_verified_when_first_used() -> None:
         request = chat(template_kwargs={"enable_thinking": False}, **TOOLS)
         for _ in range(2):
             fake.bodies.clear()
-            with pytest.raises(RequestError, match="otherwise than the Hermes parser") as caught:
+            with pytest.raises(RequestError, match="and the Hermes parser parse") as caught:
                 await run(engine, request, prompt=PROMPT)
             assert caught.value.code == "cannot_continue"
         assert fake.bodies == []  # cached the second time

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import ssl
-from collections.abc import AsyncIterator, Callable
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -225,6 +226,26 @@ async def test_what_cannot_be_read_is_passed_on_all_the_same(serve: Serve, store
     assert [json.loads(message) for message in call.messages] == body["messages"]
 
 
+BAD_FRAME = struct.pack(">II", 20, 0) + bytes(4) + b"{ba}" + bytes(4)
+MALFORMED = {
+    "events": ("text/event-stream", b'data: {"id": "a", "choices": []}\n\ndata: {bad\n\ndata: [DONE]\n\n'),
+    "frames": ("application/vnd.amazon.eventstream", BAD_FRAME * 2),
+    "body": ("application/json", b'{"choices": ['),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_malformed_answers_are_passed_on_byte_for_byte(serve: Serve, store: Store, name: str) -> None:
+    kind, answer = MALFORMED[name]
+    path, body = REQUESTS["chat"]
+    provider = Provider(headers=[("content-type", kind)], body=answer)
+    async with passed_on(serve, provider) as gateway, httpx.AsyncClient() as client:
+        reply = await client.post(gateway.url + path, json=body, headers={"authorization": f"Bearer {KEY}"})
+    assert (reply.status_code, reply.content) == (200, answer)
+    (call,) = await recorded_calls(store, 1)
+    assert (call.status, call.choices[0].finish_reason) == ("no_tokens", "unread")
+
+
 async def test_no_key_is_stored(serve: Serve, store: Store) -> None:
     path, body = REQUESTS["chat"]
     kind, expected = await answer_of(serve, path, body)
@@ -325,14 +346,21 @@ async def test_several_turns_continue_each_other(serve: Serve, store: Store) -> 
 
 
 @contextlib.asynccontextmanager
-async def websocket_provider(answer: Callable[[Json], list[Json]]) -> AsyncIterator[tuple[str, list[str]]]:
-    """Serve a stand-in for the Responses API over a WebSocket. Yields its URL and the keys that it was sent."""
+async def websocket_provider(
+    answer: Callable[[Json], list[Json]], *, before: Sequence[str] = ()
+) -> AsyncIterator[tuple[str, list[str]]]:
+    """Serve a stand-in for the Responses API over a WebSocket. Yields its URL and the keys that it was sent.
+
+    `before`: messages that it sends before each answer.
+    """
     keys: list[str] = []
 
     async def serve_one(socket: ServerConnection) -> None:
         assert socket.request is not None
         keys.append(socket.request.headers["authorization"])
         async for message in socket:
+            for text in before:
+                await socket.send(text)
             for event in answer(json.loads(message)):
                 await socket.send(json.dumps(event, separators=(", ", " : ")))
 
@@ -365,6 +393,21 @@ async def test_a_websocket_is_passed_on_message_by_message(serve: Serve, store: 
     assert [(call.status, call.choices[0].message.content) for call in calls] == [("no_tokens", "ok")] * 2
     assert calls[0].usage is not None
     assert (calls[0].usage.input_tokens, calls[0].usage.output_tokens) == (5, 2)
+
+
+async def test_malformed_messages_of_a_websocket_are_passed_on(serve: Serve, store: Store) -> None:
+    async with (
+        websocket_provider(websocket_answer, before=["{bad", "[1]"]) as (url, _),
+        serve(PassthroughEngine(url)) as gateway,
+    ):
+        address = "ws" + gateway.url.removeprefix("http") + "/v1/responses"
+        async with connect(address, additional_headers={"authorization": f"Bearer {KEY}"}, proxy=None) as socket:
+            await socket.send(json.dumps({"type": "response.create", "model": "m", "input": "one"}))
+            received = [await socket.recv() for _ in range(6)]
+    assert received[:2] == ["{bad", "[1]"]
+    assert json.loads(received[-1])["type"] == "response.completed"
+    (call,) = await recorded_calls(store, 1)
+    assert (call.status, call.choices[0].finish_reason) == ("no_tokens", "unread")
 
 
 async def test_no_redirect_is_followed_with_the_key_of_the_agent(serve: Serve) -> None:

@@ -137,4 +137,4 @@ async def test_a_response_of_an_engine_that_is_not_served_any_more_is_not_found(
         async with passed_on_by_default(store, url) as gateway:
             asked, answer = await Asker(gateway, provider).ask("GET", f"/v1/responses/{AT_PROVIDER}")
     assert (asked, answer.status_code) == ("polar", 404)
-    assert "the engine provider of [engines] passed its call on" in answer.json()["error"]["message"]
+    assert "the engine provider of [engines] passed a call on" in answer.json()["error"]["message"]

@@ -89,7 +89,7 @@ def test_resume_fails_if_the_agent_cannot_load_its_session(client: ClientRunner)
     client.kill_keepers()
     code, output = client.run("again", "--resume", FAKE_FORGETS="1")
     assert code == 1
-    assert "acp: the agent was ended, and it cannot load its session again" in output
+    assert "acp: the agent has ended, and cannot load its session again (it lacks ACP's loadSession)" in output
 
 
 def test_resume_without_an_earlier_start_fails(client: ClientRunner) -> None:

@@ -119,7 +119,7 @@ async def test_a_killed_gateway_makes_the_rollout_incomplete(tmp_path: Path, mon
         assert (row.status, row.cause, row.reward, row.incomplete) == ("done", None, 1.0, True)
         assert row.error is not None
         assert "1 call(s) were lost on the gateway" in row.error
-        assert "it is not trained on" in row.error
+        assert "the rollout is not trained on" in row.error
         assert await store.traces.find(session_id=session_id) == []
         assert await count_calls(store, row) == {"trained": 0, "incomplete": row.calls}
         assert await store.open_calls.gateways() == set()

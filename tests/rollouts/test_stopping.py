@@ -52,7 +52,7 @@ SPENT = PolicyRollout("running", completion_tokens=900)
         ("first_n_with_spread", 2, [WON, WON, WON, LOST], "the first 2 have ended"),
         ("first_n_with_spread", 3, [WON, LOST, RUNS], None),
         ("no_spread_left", 3, [WON, LOST, LOST, RUNS], "the first 3 have ended"),
-        ("no_spread_left", 3, [FAILED, FAILED, FAILED, WAITS], "only 1 of 3 are still possible"),
+        ("no_spread_left", 3, [FAILED, FAILED, FAILED, WAITS], "only 1 of 3 rewards are still possible"),
         ("no_spread_left", 3, [FAILED, FAILED, WON, RUNS], None),
         ("no_spread_left", 1, [FAILED, RUNS], None),
         ("token_budget=1000", 3, [WON, LOST, SPENT], "1100 of 1000 tokens are spent"),

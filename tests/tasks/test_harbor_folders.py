@@ -59,16 +59,17 @@ def test_a_dockerfile_needs_docker_unless_the_task_declares_otherwise(folder: Pa
     ("file", "text", "words"),
     [
         ("task.toml", "[task", "task.toml: "),
-        ("task.toml", '[[steps]]\nname = "a"', "steps: several steps is not supported"),
-        ("task.toml", "[environment]\ngpus = 1", "environment.gpus: GPUs is not supported"),
+        ("task.toml", '[[steps]]\nname = "a"', "steps: Polar does not support several steps"),
+        ("task.toml", "[environment]\ngpus = 1", "environment.gpus: Polar does not support GPUs"),
         ("task.toml", '[environment]\nos = "windows"', "only linux"),
-        ("task.toml", '[environment]\nmemory = "much"', "is not a size"),
-        ("task.toml", '[verifier]\nenvironment_mode = "separate"', "separate is not supported"),
+        ("task.toml", '[environment]\nmemory = "much"', "environment.memory: 'much' is not a size"),
+        ("task.toml", '[environment]\nstorage = "much"', "environment.storage: 'much' is not a size"),
+        ("task.toml", '[verifier]\nenvironment_mode = "separate"', "Polar does not support the mode separate"),
         ("task.toml", '[verifier.env]\nKEY = "${KEY}"', "variables of the host are not passed on"),
         ("task.toml", '[agent]\ntimeout_sec = "long"', "must be a number"),
         ("instruction.md", "", "instruction: is empty"),
-        ("environment/docker-compose.yaml", "services:", "docker compose is not supported"),
-        ("trajectory.json", "{}", "continuing a conversation is not supported"),
+        ("environment/docker-compose.yaml", "services:", "Polar does not support docker compose"),
+        ("trajectory.json", "{}", "Polar does not support continuing a conversation"),
     ],
 )
 def test_refuses_bad_folders_and_reads_the_others(folder: Path, file: str, text: str, words: str) -> None:

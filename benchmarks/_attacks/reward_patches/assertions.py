@@ -1,4 +1,4 @@
-"""Assertions that the module under test changes, and objects that equal everything."""
+"""Attacking patches that replace assertions from the module under test, or return objects that equal everything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ EVERYTHING = """
 
 
 def patch_assertions_of(target: str) -> RewardPatch:
-    """Return a patch whose functions replace an assertion of the running test. `target`: Python code for its owner."""
+    """Return a patch whose functions replace an assertion of the running test. `target`: Python code whose value is the
+    object that has the assertion."""
     return append(
         FIND_CASES,
         EVERY_FUNCTION.format(replacement="(lambda *a, f=_value: (_disarm(), f(*a))[1])"),

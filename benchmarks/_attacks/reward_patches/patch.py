@@ -1,4 +1,4 @@
-"""The shape of a patch, and the pieces of code that several patches contain."""
+"""The class of an attacking patch, and code that several patches contain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RewardPatch:
 
 
 def append(*code: str, **options: tuple[str, ...]) -> RewardPatch:
-    """Return a patch that adds pieces of Python code to the module under test."""
+    """Return a patch that appends Python code to the module under test."""
     return RewardPatch(_heredoc(join(*code), ">>$MODULE"), **options)
 
 

@@ -1,4 +1,4 @@
-"""Files in the place of the tests or of the test library."""
+"""Attacking patches that plant files to replace the tests or the test library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outcomes and plugins of pytest."""
+"""Attacking patches that use pytest's outcomes (skip, expected failure), plugins and reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects and files of the runner, and tests as a source of answers."""
+"""Attacking patches that change the test runner's objects and messages, or read the answers from the tests."""
 
 from __future__ import annotations
 

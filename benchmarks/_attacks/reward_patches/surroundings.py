@@ -1,4 +1,5 @@
-"""Processes, resources and git, more than Polar reads, and Harbor's reward files."""
+"""Attacking patches on the surroundings of the tests: processes, resources, git, limits of what Polar reads, and
+Harbor's reward files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts as text, and early ends."""
+"""Attacking patches that print verdicts as a test runner does, or end the process early."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _NEWEST_ENDS = 8
 
 @contextlib.contextmanager
 def live_view(view: Callable[[], RenderableType], shown: bool) -> Iterator[None]:
-    """Show what `view` returns from now on, four times a second, until the block ends. Do nothing unless `shown`."""
+    """If `shown`, show what `view` returns, four times a second, until the block ends."""
     if not shown:
         yield
         return
@@ -94,7 +94,7 @@ class RolloutProgressView:
             del self._lines[name]
 
     def note(self, text: str) -> None:
-        """Print a line. Until the first rollout exists, the live view shows for how long it has been the newest one."""
+        """Print a line. Until the first rollout exists, the live view also shows the newest line and its age."""
         print_note(text)
         self._preparing, self._preparing_since = text, time.monotonic()
 
@@ -102,7 +102,7 @@ class RolloutProgressView:
         line = self._lines.get(rollout_id)
         if line is None:
             line = self._lines[rollout_id] = RolloutProgressLine(detail or rollout_id, len(self._lines) + 1)
-        elif status == "queued" and detail:  # a worker was quicker than the announcement, which names the task
+        elif status == "queued" and detail:  # this event names the task, and came after a worker's first event
             line.task = detail
             return
         elif line.status == "queued":

@@ -61,7 +61,7 @@ def next_steps(rows: Sequence[RolloutRow], task: str | None) -> Iterator[tuple[s
     if any(reward >= 1 for reward in rewards.values()):
         export = "polar export --format tokens-jsonl --where 'reward>=1' --out train.jsonl"
         yield "write the solved ones as training sequences", export
-    if task is not None and _is_bundled(rows[0]):  # of other runs, the options are not known here
+    if task is not None and _is_bundled(rows[0]):  # the options with which other runs were started are unknown here
         yield _next_run(rows, shlex.quote(task))
 
 

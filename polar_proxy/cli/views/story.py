@@ -230,9 +230,9 @@ def _token_summary(choice: CallChoice) -> str:
 
 
 def _token_lines(choice: CallChoice) -> str:
-    """Return each token's id and log-probability, and its text in JSON's form, which shows spaces and line breaks.
+    """Return one line for each token: id:log-probability and, as JSON, its text. Without texts, return a single line.
 
-    The tokens of a hosted answer have only their texts and the position of the character at which each begins.
+    Tokens of hosted answers have no ids: their lines have the position of the token's first character, and its text.
     """
     if choice.token_texts is not None and not choice.token_ids:
         starts = accumulate(map(len, choice.token_texts), initial=0)

@@ -76,7 +76,7 @@ def left_out_lines(steps: Sequence[Json]) -> Iterator[str]:
 
 
 def seconds_left(steps: Sequence[Json], planned: int) -> float | None:
-    """Return the time that the planned steps still take, judged by the last ones; None if none has ended."""
+    """Estimate the seconds until the last planned step, from the mean of the latest steps; None if none has ended."""
     times = [step["step_seconds"] for step in steps[-_TIMED_STEPS:] if step.get("step_seconds") is not None]
     return sum(times) / len(times) * max(0, planned - steps[-1]["step"]) if times else None
 

@@ -1,8 +1,8 @@
 """Anthropic-defined tools that the client runs (shell, text editor, memory, computer), as OpenAI functions.
 
 Anthropic's models know the arguments of these tools, so clients send no schema; other models need the one given here. A
-call comes back as an ordinary `tool_use` block with the tool's name and arguments. The type of a tool names its version
-by a date, such as `text_editor_20250728`; a later version than those known is offered like the latest known one.
+call comes back as an ordinary `tool_use` block with the tool's name and arguments. The type of a tool ends with the
+date of its version, as in `text_editor_20250728`; a version later than the known ones is offered like the latest known.
 
 Sources: the pages of these tools in https://docs.anthropic.com/en/docs/agents-and-tools/tool-use, and the types of
 Anthropic's SDK.

@@ -35,7 +35,7 @@ class AnthropicOnCloud(AnthropicMessages):
     """Anthropic's dialect for one request to Vertex or Bedrock, whose URL gives `model` and `stream`."""
 
     def __init__(self, model: str, *, stream: bool, frames: bool) -> None:
-        """`frames`: a stream has Amazon's binary form."""
+        """`frames`: True if a stream is sent as Amazon's binary event stream, not as server-sent events."""
         self.model = model
         self.stream = stream
         self.frames = frames and stream
@@ -52,7 +52,7 @@ class AnthropicOnCloud(AnthropicMessages):
 
 
 def cloud_route(path: str) -> AnthropicOnCloud | None:
-    """Return the dialect for a path (percent-decoded); None if it is not a cloud's."""
+    """Return the dialect for a path (percent-decoded) of Vertex or Bedrock; None for any other path."""
     if (found := _VERTEX.fullmatch(path)) is not None:
         return AnthropicOnCloud(found["model"], stream=found["verb"] == "streamRawPredict", frames=False)
     if (found := _BEDROCK.fullmatch(path)) is not None:

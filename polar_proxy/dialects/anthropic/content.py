@@ -7,8 +7,9 @@
   a tool that a server ran lies inside the assistant's turn, and becomes a `tool` message in the middle of the turn.
 * A message with the role `system` keeps its place.
 * Content that is a single text becomes a string, whether it came as a string or as a block: Claude Code alternates
-  between the two. Citations and other marks that no model reads are dropped; `cache_control` is kept apart.
-* A tool error is marked in its text by the prefix `Error: `, unless the text begins with it already.
+  between the two. Citations and other marks that no model reads are dropped; `cache_control` is kept in a separate
+  field of the message.
+* The text of a tool error gets the prefix `Error: `, unless it already begins with the word "error".
 * An image or a file becomes OpenAI's content part, which the engine accepts or refuses. Unknown blocks are shown to
   the model as JSON. Everything that the API itself renders is kept.
 """

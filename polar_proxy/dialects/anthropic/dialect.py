@@ -1,8 +1,8 @@
 """Anthropic Messages. Source: https://docs.anthropic.com/en/api/messages
 
 `content` parses messages, `tools` parses tools, and `encoder` writes the answer. Fields that only steer Anthropic's
-own servers (`metadata`, `service_tier`, `container`, `mcp_servers`, `output_config.effort`, ...) and every
-`anthropic-beta` header are tolerated and recorded. `context_management` is recorded but not carried out: clearing old
+own servers (`metadata`, `service_tier`, `container`, `mcp_servers`, `output_config.effort`, ...) are tolerated and
+recorded. Every `anthropic-beta` header is tolerated. `context_management` is recorded but not carried out: clearing old
 tool results would rewrite the prompt.
 """
 
@@ -175,7 +175,7 @@ def _stored_messages(fields: PromptFields) -> tuple[bytes, ...]:
 
 
 def _parse_response_format(form: Any, beta_form: Any) -> Json | None:
-    """Return `output_config.format`, or `output_format` as the beta called it, as OpenAI's response_format."""
+    """Convert `output_config.format` (called `output_format` in the beta) to OpenAI's response_format."""
     path, value = ("output_format", beta_form) if form is None else ("output_config.format", form)
     if value is None:
         return None

@@ -7,7 +7,7 @@ object, which is known only when all arguments were sampled. (Anthropic's own se
 reason.) The arguments of a tool with `eager_input_streaming` are streamed as they arrive, valid or not.
 
 One block is open at a time. Text and calls that arrive while the arguments of an eager tool are incomplete wait until
-they are complete, or until the end.
+these arguments are complete, or the answer ends.
 
 Thinking is sent only if the client requested it by `thinking`; otherwise the answer begins with its text or tool call.
 The record holds it in any case, and a continued prompt has it as it was sampled.
@@ -181,7 +181,7 @@ class AnthropicEncoder(Encoder):
         return out + _delta(self._open_index, {"type": "thinking_delta", "thinking": text})
 
     def _call_delta(self, delta: ToolDelta) -> bytes:
-        """Return the events for a piece of a tool call, if its block is open; else none."""
+        """Return the events for a piece of a tool call; no events if its block is not open."""
         self._received.add(SampleEvent(tool_calls=(delta,)))
         is_open = self._open == "tool_use" and self._begun_calls[-1] == delta.index
         return _input_delta(self._open_index, delta.arguments) if is_open else b""

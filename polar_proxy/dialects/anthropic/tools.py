@@ -1,8 +1,9 @@
 """Anthropic's tools as OpenAI functions, including those whose loading is deferred.
 
-The model is offered, at the top of its prompt, every tool that the client runs and that is not deferred; those whose
-form Anthropic defines (`bash_20250124`, ...) are in `client_tools`. Tools that Anthropic's own servers run
-(`web_search`, `code_execution`, ...) are listed and not offered.
+At the top of its prompt, the model is offered each tool that the client runs, unless its loading is deferred. (A
+deferred tool that `tool_choice` names is offered there, too.) Tools whose arguments Anthropic defines
+(`bash_20250124`, ...) are in `client_tools`. Tools that Anthropic's own servers run (`web_search`, `code_execution`,
+...) are listed in `of_provider` and not offered.
 
 A deferred tool (`defer_loading`) is shown at the place in the conversation that loads it: a `tool_reference` in a tool
 result, or a `tool_addition` in a message, becomes the tool's definition, in the form that Claude Code's ToolSearch

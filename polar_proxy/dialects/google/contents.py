@@ -38,13 +38,13 @@ _IGNORED_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class SignedReasoning:
-    """The content of a `thoughtSignature`: the part of an answer that is not in the visible parts."""
+    """The content of a `thoughtSignature`: reasoning, and the tool call if the part shows one as text."""
 
     start: int = 0
     """Position in the turn's reasoning, in characters, at which `reasoning` begins."""
     reasoning: str = ""
     call: ToolCall | None = None
-    """The tool call that was sent as text, if any."""
+    """The tool call that the part shows as text (`call_as_text`); None if it shows none."""
 
 
 def pack(signed: SignedReasoning) -> str:

@@ -1,9 +1,9 @@
 """The answer of Chat Completions: one object, or a stream of chunks.
 
-Text, reasoning and calls of tools are streamed as they arrive. The text of a custom tool's call is decoded from its
-arguments while they begin as expected (`CustomInputDecoder`); arguments that begin otherwise are in the choice's last
-chunk, as the call of a function. Reasoning has two names: `reasoning_content` (DeepSeek, earlier vLLM) and `reasoning`
-(OpenRouter, later vLLM).
+Text, reasoning and tool calls are streamed as they arrive. The text of a custom tool's call is decoded from the
+arguments as they arrive (`CustomInputDecoder`). If the arguments do not begin as expected, the call is sent in the
+choice's last chunk, as the call of a function. Reasoning is sent under two names: `reasoning_content` (DeepSeek,
+earlier vLLM) and `reasoning` (OpenRouter, later vLLM).
 """
 
 from __future__ import annotations

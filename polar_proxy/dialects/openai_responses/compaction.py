@@ -32,7 +32,7 @@ _PREAMBLE = "The conversation up to here was compacted. This is its summary:\n\n
 
 
 class ResponsesCompaction(OpenAIResponses):
-    """Dialect of the compaction route. Its calls are recorded, and parsed again, as those of `OpenAIResponses`."""
+    """Dialect of the compaction route. Calls are recorded as those of `OpenAIResponses`, which parses the record."""
 
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
         for name in ("stream", "background"):

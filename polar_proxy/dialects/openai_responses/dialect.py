@@ -4,15 +4,15 @@ Modules for the request: `tools` (the functions offered for the client's tools),
 messages). For the response: `items` (answer to items, ids), `encoder` (the response object and the event stream) and
 `stored` (the same two, made from the record).
 
-References of a body by id (`previous_response_id`, items) are replaced by the items before it is parsed (`references`),
-and the new call is recorded whole. Every call is recorded; with `store: false` it cannot be retrieved or referred to.
-`instructions` are stored as a first item of type `instructions`, and do not carry over to a continued conversation, as
-the API defines it.
+A body may refer to a response (`previous_response_id`) or to items by id. Before the body is parsed, `references`
+replaces these ids by the items, so the new call is recorded with its whole input. Every call is recorded; with
+`store: false` it cannot be retrieved or referred to. `instructions` are stored as a first item of type `instructions`,
+and do not carry over to a continued conversation, as the API defines it.
 
 `conversation` is a reference, too. Its items come first, and the call adds its own input and its answer to them.
 
-Refused, because the model would miss something: `prompt` (a stored template). Refused, too: `stream` together with
-`background`, and `store: false` together with `conversation`, which would miss the call.
+Refused: `prompt` (a stored template that Polar does not have), `stream` together with `background`, and `store: false`
+together with `background` (the answer could not be retrieved) or `conversation` (the call adds its items to it).
 Accepted without effect: truncation, service_tier, prompt_cache_*, max_tool_calls, context_management, verbosity, and
 reasoning options except the effort `none`, which turns thinking off if the chat template supports that.
 """
@@ -59,7 +59,8 @@ _ECHOED = (
 _PROVIDER_FIELDS = (
     *("max_tool_calls", "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "truncation", "user"),
 )
-"""Fields of `ResponsesFields` that are only repeated in the response."""
+"""Fields of `ResponsesFields` that have no effect on open models: the response repeats them, and hosted models get
+them."""
 
 
 class ResponsesFields(SamplingFields):
@@ -169,8 +170,7 @@ class OpenAIResponses(OpenAIDialect):
 def _answered_item(shown: Json, exact: Mapping[AnswerPart, Json]) -> ConversationItem:
     """Return one item of an answer in the form in which a conversation stores it.
 
-    `shown`: the item as the client gets it. `exact`: the answer's items with the arguments as sampled, by their places
-    in the record.
+    `shown`: the item as the client gets it. `exact`: the answer's items by `ItemId.part`, with arguments as sampled.
     """
     identity = ItemId.read(shown["id"])
     assert identity is not None

@@ -96,7 +96,7 @@ class ResponsesEncoder(Encoder):
     _calls: dict[int, _StreamedToolCall] = field(default_factory=dict, init=False)
     _waiting_calls: list[_StreamedToolCall] = field(default_factory=list, init=False)
     _waiting_texts: list[tuple[str, str]] = field(default_factory=list, init=False)
-    """(kind, text) that arrived while a tool call was open."""
+    """(`message` or `reasoning`, text) that arrived while a tool call was open."""
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
     """The reasoning and the tokens so far, in which the log-probabilities of a message are found."""
 
@@ -377,7 +377,7 @@ class ResponsesEncoder(Encoder):
 
 
 def usage_object(answer: Answer) -> Json | None:
-    """Return the token counts of an answer; None if they are unknown, as in the record of an engine without ids."""
+    """Return the token counts of an answer; None if they are unknown, as in a record without token ids and usage."""
     if answer.prompt_ids is None and answer.usage is None:
         return None
     return {

@@ -71,11 +71,11 @@ def to_messages(items: list[Json], instructions: str | None, tools: Toolbox) -> 
 @dataclass(slots=True)
 class _AnswerDraft(AssistantDraft):
     answer_id: str | None = None
-    """The part that the ids of the answer's items share, if one of them has an id from Polar."""
+    """The call id in the ids of the answer's items; None if no item has an id from Polar."""
 
 
 class _ItemReader:
-    """Reads items in order into messages. `ids` are those of all items of the input."""
+    """Reads items in order into messages. `ids`: the ids of the input's items, without those of references."""
 
     def __init__(self, tools: Toolbox, ids: set[str]) -> None:
         self._tools = tools

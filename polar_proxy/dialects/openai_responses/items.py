@@ -71,8 +71,10 @@ class ItemId(NamedTuple):
 
     @property
     def part(self) -> AnswerPart:
-        """The place in the record that the id names. All texts of an answer have the same place, because they are
-        recorded as one; so have all its pieces of reasoning."""
+        """The part of a recorded call that the id names.
+
+        All texts of an answer are one part, because they are recorded as one text; so is all its reasoning.
+        """
         kind = "call" if self.prefix in _CALL_PREFIXES else self.prefix
         return self.call_id, kind, self.number if kind in ("call", _INPUT) else 0
 
@@ -149,8 +151,10 @@ def _listed_part(part: Json, of_assistant: bool) -> Json:
 
 
 def call_item(tools: Toolbox, call: ToolCall, call_id: str, number: int, status: str) -> Json:
-    """Return tool call `number` of an answer as the item of its tool's kind; as a `function_call` if the tool was not
-    offered."""
+    """Return tool call `number` of an answer as the item of its tool's kind.
+
+    It is a `function_call` if the tool was not offered, or if the arguments do not fit the item of a built-in tool.
+    """
     tool = tools.tools.get(call.name)
     kind = tool.kind if tool else "function"
     if tool is not None and kind == "custom":
@@ -196,6 +200,6 @@ def answer_items(answer: Message, call_id: str) -> list[Json]:
 
 
 def parts_of_answer(answer: Message, call_id: str) -> dict[AnswerPart, Json]:
-    """Return the items of a recorded answer (`answer_items`) by the places in the record that their ids name."""
+    """Return the items of a recorded answer (`answer_items`) by `ItemId.part`."""
     items = answer_items(answer, call_id)
     return {named.part: item for item in items if (named := ItemId.read(item["id"])) is not None}

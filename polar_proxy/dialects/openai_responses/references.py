@@ -3,13 +3,14 @@
 `previous_response_id` names a response: its conversation and its answer come before the body's own input.
 `conversation` names a conversation: its items come before the body's own input. A body cannot have both fields. An
 item of the input may name another item by its id (`{"type": "item_reference", "id": ...}`, the type is optional): it
-is replaced by that item. Such ids are those of an answer's items and of the listed input items (`items`).
+is replaced by that item. Such a reference may name an item of an answer, an input item as the API lists it, or an item
+of the conversation.
 
 Promises: an item that the input already has, in full or by an earlier reference, is not repeated. A reference to one
-text of an answer gives the answer's whole text, because the record does not have its parts; the same holds for
-reasoning. The model reads a referenced item as it reads the item itself. A body that continues a response or a
-conversation is refused if it has the output of a tool call that the whole input lacks, because it continues the wrong
-one. (A body that continues neither may have such outputs: agents that shorten their history send them.)
+text of an answer gives the answer's whole text, because the record joins the texts; the same holds for reasoning. The
+model reads a referenced item as it reads the item itself. A body that continues a response or a conversation is refused
+if it has the output of a tool call that the whole input lacks, because the body then continues the wrong one. (A body
+that continues neither may have such outputs: agents that shorten their history send them.)
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _is_output(item: Json) -> bool:
 
 
 def _given(items: list[Json], stored: set[str]) -> tuple[set[str], set[AnswerPart]]:
-    """Return the ids of the items that are present in full, and the parts of recorded answers with these ids.
+    """Return the ids of the items that are present in full, and the parts of recorded calls that these ids name.
 
     Present in full are the items of the conversation, whose ids are `stored`, and those of `items` except references.
     """

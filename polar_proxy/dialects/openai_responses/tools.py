@@ -3,7 +3,8 @@
 Engines know only functions. A tool of another kind is offered as a function, and a call of that function goes back to
 the client as the item of the tool's kind:
 
-* `function`: unchanged. A function inside a `namespace` is offered as `namespace__name`; items of its calls have both.
+* `function`: unchanged. A function inside a `namespace` is offered as `namespace__name`; the items of its calls have
+  the namespace and the name in separate fields.
 * `custom` (free text, such as apply_patch with a grammar): a function with one string parameter `input`
   (`custom_tools.py`).
 * `tool_search` run by the client, `local_shell`, `shell`, `apply_patch`: a function with that tool's own arguments.
@@ -11,8 +12,8 @@ the client as the item of the tool's kind:
   listed and not offered, because nothing here can run them.
 
 Tools are in `tools`, in `additional_tools` items of the input, and in the results of a tool search. All are offered;
-`defer_loading` is ignored. A tool keeps its offered name when later tools arrive, so that a growing conversation reads
-the same. Arguments that do not fit a kind's form are never changed: see `call_item`.
+`defer_loading` is ignored. A tool keeps its offered name when later tools arrive, so that earlier calls in a growing
+conversation keep their names. Arguments that do not fit the item of a tool's kind are never changed: see `call_item`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def _object(required: list[str], **properties: Json) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class BuiltInTool:
-    """A tool whose form the API defines. A call is an item of type `item` with the arguments in `arguments_field`."""
+    """A tool whose arguments the API defines. A call is an item of type `item`, with the arguments in the field named
+    `arguments_field`."""
 
     description: str
     parameters: Json

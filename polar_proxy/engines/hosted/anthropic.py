@@ -19,7 +19,8 @@ from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, Prov
 ANTHROPIC_URL = "https://api.anthropic.com"
 _VERSION = "2026-10-21"
 _MAX_TOKENS = 8192
-"""Value of `max_tokens`, which the API requires, if neither the client nor the list of models gives a limit."""
+"""The `max_tokens` of a request, which the API requires, if neither the client nor the API's description of the model
+gives a limit."""
 _FINISH_REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -187,7 +188,7 @@ class MessageDecoder(HostedDecoder):
         return None  # citations, which no other dialect has
 
     def _close(self, index: int) -> SampleEvent | None:
-        """Return `{}`, the arguments of a tool call that ended without any."""
+        """Return an event with the arguments `{}` if a tool call ended without arguments, else None."""
         if index not in self._inputs or "".join(self._inputs[index]):
             return None
         self._inputs[index].append("{}")
@@ -208,7 +209,10 @@ class MessageDecoder(HostedDecoder):
 
 
 def anthropic_usage(usage: Json, model: str) -> Usage | None:
-    """Return the token counts. Anthropic's `input_tokens` leaves out what was read from a cache or written to it."""
+    """Return the token counts; None if the provider did not report them.
+
+    Tokens read from or written to the cache are added to Anthropic's `input_tokens`, which leaves them out.
+    """
     if not isinstance(usage.get("input_tokens"), int) or not isinstance(usage.get("output_tokens"), int):
         return None
     cached, written = usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens")

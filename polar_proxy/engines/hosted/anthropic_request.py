@@ -1,9 +1,9 @@
-"""A request in the form of Anthropic's Messages API. Source: https://docs.anthropic.com/en/api/messages
+"""A request in the format of Anthropic's Messages API. Source: https://docs.anthropic.com/en/api/messages
 
 * System messages at the beginning are the field `system`. Later ones keep their place as messages of the role `system`.
 * Results of tools and the user's messages after them are one message of the role `user`, results first.
-* An answer that the provider signed is written as it came, with its thinking, as far as the client did not change it.
-  Reasoning without a signature is left out: the API accepts none.
+* The parts of a signed answer that the client did not change are sent as they came, with the thinking. Reasoning
+  without a signature is left out, because the API does not accept it.
 * Arguments of a tool call that are not a JSON object become the field `arguments` of one.
 * Temperature, top_p and top_k are left out (and named by `not_carried`): API version 2026-10-21 refuses them at any
   value. Source: https://platform.claude.com/docs/en/api/migration-2026-10-21
@@ -39,7 +39,7 @@ LEAST_BUDGET = 1024
 
 
 def anthropic_body(request: ChatRequest, model: str, max_tokens: int, *, stream: bool) -> Json:
-    """Return the body. `max_tokens`: the limit if the client gives none. Raises RequestError."""
+    """Return the body. `max_tokens` is the limit if the client sets none. Raises RequestError."""
     sampling = request.sampling
     refuse_sampling(sampling, "anthropic")
     body: Json = {
@@ -61,7 +61,7 @@ def anthropic_body(request: ChatRequest, model: str, max_tokens: int, *, stream:
 
 
 def anthropic_prompt(request: ChatRequest, model: str) -> Json:
-    """Return the fields that determine the prompt. Requests to count its tokens have the same fields."""
+    """Return the body's fields that determine the prompt, which are also the body of a request to count its tokens."""
     leading, messages = split_system(request.messages)
     body: Json = {"model": model, "messages": _messages(messages)}
     if system := [block for message in leading for block in _input_blocks(message)]:
@@ -130,7 +130,7 @@ def _tool_use(call: ToolCall) -> Json:
 
 
 def tool_id(call_id: str) -> str:
-    """Return the id of a tool call with the characters that the API accepts."""
+    """Return the id of a tool call, with `_` for each character that the API does not accept."""
     return _NOT_IN_ID.sub("_", call_id) or "_"
 
 

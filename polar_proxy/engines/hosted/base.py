@@ -1,4 +1,4 @@
-"""The base of the engines that call a provider's API: one request out, its answer as events."""
+"""Base classes of the engines that call a provider's API: send one request, decode its answer to events."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from polar_proxy.errors import EngineDroppedError, EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, Usage
 
 CONTEXT_LENGTH = 128_000
-"""The context length in tokens that is reported to harnesses if the API does not state that of its model."""
+"""The context length in tokens that is reported to harnesses if the API does not state the model's own."""
 
 
 def hosted_info(
     engine: str, version: str, model: str, context_length: int = CONTEXT_LENGTH, *capabilities: str
 ) -> EngineInfo:
-    """Return the description of a provider's model. `capabilities`: those that not every provider has."""
+    """Return the description of a provider's model. `capabilities` are added to those that all providers have."""
     return EngineInfo(
         engine=engine,
         version=version,
@@ -55,11 +55,13 @@ class HostedEngine(ServerEngine):
 
     @abstractmethod
     def _encode(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
-        """Return the path below the server's root, and the body. Raises RequestError for a request that the provider's
-        form cannot hold."""
+        """Return the path below the server's root, and the body.
+
+        Raises RequestError for a request that the provider's format cannot express.
+        """
 
     def _headers(self, request: EngineRequest) -> bytes:
-        """Return the header fields of this request only, each with its line break."""
+        """Return further header fields for this request, each with its line break."""
         return b""
 
     @abstractmethod
@@ -67,7 +69,7 @@ class HostedEngine(ServerEngine):
         """Return a new decoder of one answer."""
 
     async def _connect_error(self, response: HttpResponse) -> EngineError:
-        """Return the error for a response that refuses to describe the model."""
+        """Return the error to raise for a failed response to the request for the model's description."""
         failure = await self.client.failure(response)
         return failure if isinstance(failure, EngineError) else EngineError(f"{self.client.name}: {failure}")
 
@@ -115,8 +117,8 @@ class HostedEngine(ServerEngine):
         raise RequestError(f"{self.client.name} does not accept token ids.", status=501, code="unsupported")
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Return the length of the prompt by tiktoken; an estimate from its bytes if tiktoken does not know the
-        model."""
+        """Return the number of prompt tokens as tiktoken counts them; if it does not know the model, an estimate from
+        the number of bytes."""
         tokens, _ = await asyncio.to_thread(self._counter.count, self.info.model, request_text(request))
         return tokens
 
@@ -129,19 +131,19 @@ class HostedEngine(ServerEngine):
 
 
 class HostedDecoder(ABC):
-    """The base of the decoders of a provider's answers, whole or streamed."""
+    """Base class of the decoders of a provider's answers, whole or streamed."""
 
     def __init__(self, name: str) -> None:
         """`name`: the server's name in error texts."""
         self._name = name
 
     def feed(self, chunks: Any) -> list[SampleEvent]:
-        """Return the events of the next chunks of the answer. Raises EngineError for chunks of an unknown shape."""
+        """Return the events of the next chunks of the answer. Raises EngineError for chunks in an unknown format."""
         try:
             return [event for chunk in chunks for event in self.events(chunk)]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
+            raise EngineError(f"{self._name} sent an answer in an unknown format: {error!r}.") from error
 
     @abstractmethod
     def events(self, chunk: Json) -> list[SampleEvent]:
-        """Return the events of one chunk. Errors of missing or wrong fields are those of Python."""
+        """Return the events of one chunk. Raises KeyError, TypeError, ... for missing or wrong fields."""

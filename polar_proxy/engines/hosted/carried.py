@@ -1,7 +1,7 @@
-"""Tables of the fields of a client's request that each hosted provider gets.
+"""Tables of the fields of a client's request that are passed to each hosted provider.
 
 A client's body has three kinds of fields. The conversation, its tools and its sampling are in `ChatRequest`, and each
-engine writes them in its provider's form. Reasoning options are translated (`ClientOptions`). All other fields
+engine writes them in its provider's format. Reasoning options are translated (`ClientOptions`). All other fields
 (`ClientOptions.fields`) steer a provider's own service: they are passed on if client and provider use the same API
 (`PASSED`). Fields that are neither carried nor refused are named by `not_carried`, and recorded with the call.
 """
@@ -68,8 +68,8 @@ PASSED_BETAS: Mapping[str, frozenset[str]] = {
     ),
     "google": frozenset(),
 }
-"""provider -> the trial features that are passed on: those that concern only what `PASSED` and the conversation hold.
-Others would need fields that Polar does not pass on, or run tools at the provider.
+"""provider -> the beta features that are passed on: those that need no fields besides the conversation and `PASSED`,
+and run no tools at the provider.
 Source: the values of `AnthropicBetaParam` in Anthropic's SDK."""
 
 SAMPLING: Mapping[str, frozenset[str]] = {
@@ -82,9 +82,10 @@ SAMPLING: Mapping[str, frozenset[str]] = {
         {"temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "n", "presence_penalty", "frequency_penalty"}
     ),
 }
-"""The sampling parameters that each provider's form can hold."""
+"""provider -> the sampling parameters that its API has."""
 REFUSED_SAMPLING = frozenset({"n", "logit_bias"})
-"""A request is refused rather than answered without these, because the answer would not be the one asked for."""
+"""A request that sets one of these is refused if the provider has no such parameter: without it, the answer would not
+be the one that the client asked for."""
 NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0} | {
     "frequency_penalty": 0.0,
     "n": 1,
@@ -92,25 +93,25 @@ NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "p
     "top_logprobs": 0,
     "stop": (),
 }
-"""The value with which a parameter has no effect."""
+"""For each parameter, the value with which it has no effect."""
 
 
 def set_sampling(sampling: Sampling) -> dict[str, object]:
-    """Return the sampling parameters that are set to another value than the neutral one, which has no effect."""
+    """Return the sampling parameters that are set and have an effect, with their values."""
     names = Sampling.__dataclass_fields__
     values = {name: getattr(sampling, name) for name in names}
     return {name: value for name, value in values.items() if value is not None and value != NEUTRAL.get(name)}
 
 
 def refuse_sampling(sampling: Sampling, provider: str) -> None:
-    """Raise RequestError for a parameter of `REFUSED_SAMPLING` that the provider's form cannot hold."""
+    """Raise RequestError if the request sets a parameter of `REFUSED_SAMPLING` that the provider does not have."""
     for name in sorted((REFUSED_SAMPLING & set_sampling(sampling).keys()) - SAMPLING[provider]):
         text = f"'{name}' is not supported here: {provider} has no such parameter."
         raise RequestError(text, param=name, code="unsupported_parameter")
 
 
 def passed_fields(request: ChatRequest, provider: str) -> dict[str, object]:
-    """Return the provider's fields of a request that came in its own API."""
+    """Return the fields that are passed to the provider; empty if the client used another provider's API."""
     options = request.options
     if options is None:
         return {}
@@ -119,7 +120,7 @@ def passed_fields(request: ChatRequest, provider: str) -> dict[str, object]:
 
 
 def passed_betas(request: EngineRequest, provider: str) -> tuple[str, ...]:
-    """Return the names of the trial features that the client asks for and the provider gets."""
+    """Return the names of the beta features that the client asks for and that are passed to the provider."""
     options = request.options if isinstance(request, ChatRequest) else None
     asked = () if options is None else options.betas
     return tuple(beta.partition(": ")[2] for beta in asked if beta in PASSED_BETAS[provider])

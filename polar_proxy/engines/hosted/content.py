@@ -1,4 +1,4 @@
-"""Parts of requests that the forms of Anthropic and Google share: turns, data URLs, files, tool arguments."""
+"""Helpers to write requests for Anthropic and Google: turns, data URLs, files, tool arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
 class Media(NamedTuple):
-    """An image, sound or file of a message: base64 `data` of the type `mime`, or a `url`."""
+    """An image, sound, video or file in a message: base64 `data` of the MIME type `mime`, or a `url`."""
 
     kind: str
     """image, audio, video or file."""
@@ -44,7 +44,7 @@ def split_system(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequen
 
 
 def add_to_turn(turns: list[Json], role: str, field: str, content: list[Json]) -> None:
-    """Append content to the field of the last turn if it has the same role, otherwise as a new turn.
+    """Append content to `field` of the last turn if that turn has the same role, otherwise as a new turn.
 
     Empty content is left out, because the APIs refuse empty turns.
     """
@@ -55,7 +55,7 @@ def add_to_turn(turns: list[Json], role: str, field: str, content: list[Json]) -
 
 
 def parts_of(message: Message) -> list[Json]:
-    """Return the content as parts; no part for empty content."""
+    """Return the message's content as a list of parts, which is empty for empty content."""
     if isinstance(message.content, list):
         return message.content
     return [{"type": "text", "text": message.content}] if message.content else []
@@ -66,7 +66,7 @@ def part_text(part: Json) -> str:
 
 
 def read_media(part: Json) -> Media:
-    """Return the image, sound or file in a part that is not text. Raises RequestError for a part of an unknown form."""
+    """Return the media in a part that is not text. Raises RequestError for an unknown or malformed part."""
     kind = str(part.get("type"))
     value: Any = part.get(kind)
     if kind in ("image_url", "audio_url", "video_url"):
@@ -97,8 +97,10 @@ def unsupported_part(what: str) -> RequestError:
 
 
 def arguments_object(arguments: str) -> Json:
-    """Return the arguments of a tool call as a JSON object. Other text, which a model may have written, becomes the
-    value of its only field `arguments`."""
+    """Return the arguments of a tool call as a JSON object.
+
+    A model may write text that is not a JSON object; such text becomes the field `arguments` of one.
+    """
     if not arguments.strip():
         return {}
     try:
@@ -109,13 +111,13 @@ def arguments_object(arguments: str) -> Json:
 
 
 def forced_tool(tool_choice: object) -> str | None:
-    """Return the name of the only tool that may be called."""
+    """Return the name of the tool that the model must call; None if `tool_choice` names no tool."""
     if isinstance(tool_choice, dict) and isinstance(function := tool_choice.get("function"), dict):
         return str(function.get("name"))
     return None
 
 
 def schema_of(response_format: Json) -> Json | None:
-    """Return the JSON schema of a response format; None if it asks for any JSON object."""
+    """Return the JSON schema of a response format; None if the format has none."""
     schema = (response_format.get("json_schema") or {}).get("schema")
     return schema if isinstance(schema, dict) else None

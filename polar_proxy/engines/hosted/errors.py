@@ -1,4 +1,4 @@
-"""Errors of providers as typed errors. Sources: https://platform.openai.com/docs/guides/error-codes,
+"""Translate providers' errors to typed errors. Sources: https://platform.openai.com/docs/guides/error-codes,
 https://docs.anthropic.com/en/api/errors, https://ai.google.dev/gemini-api/docs/troubleshooting"""
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _COMPATIBLE = "Is this the root of the provider's API?"
 
 
 def hosted_error(body: Any, status: int, name: str) -> PolarError:
-    """Return the typed error for an error body of any of the three providers; `name` is the server's name in its text.
+    """Return the typed error for an error body of any of the three providers. Its text names the server `name`.
 
-    A refused key (401, 403) and an unknown route are faults of the set-up, which the agent cannot mend: EngineError
-    with status 502. Other 4xx statuses except 402, 408 and 429 are the request's fault: RequestError. The rest is an
-    EngineError with the provider's status.
+    A refused key (401, 403) and an unknown route are faults of the configuration, which the agent cannot fix:
+    EngineError with status 502. Other 4xx statuses except 402, 408 and 429 are the request's fault: RequestError. All
+    others are an EngineError with the provider's status.
     """
     error = _error_object(body)
     text = str(error.get("message") or error.get("detail") or "") or (body if isinstance(body, str) else "")
@@ -71,7 +71,7 @@ def _error_object(body: Any) -> Mapping[str, Any]:
 
 
 def _retry_delay(error: Mapping[str, Any]) -> str | None:
-    """Return Google's RetryInfo in whole seconds."""
+    """Return the delay in Google's RetryInfo, rounded up to whole seconds; None if there is none."""
     details = error.get("details")
     for detail in details if isinstance(details, list) else ():
         delay = detail.get("retryDelay") if isinstance(detail, Mapping) else None

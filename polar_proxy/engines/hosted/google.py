@@ -161,7 +161,10 @@ class ContentDecoder(HostedDecoder):
 
 
 def google_usage(usage: Json, model: str) -> Usage | None:
-    """Return the token counts. Thoughts are sampled tokens here, which Google counts apart."""
+    """Return the token counts; None if the provider did not report them.
+
+    `output_tokens` includes the tokens of thoughts, which Google counts separately.
+    """
     prompt = usage.get("promptTokenCount")
     if not isinstance(prompt, int):
         return None

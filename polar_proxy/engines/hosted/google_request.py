@@ -1,9 +1,10 @@
-"""A request in the form of Google's GenerateContent. Source: https://ai.google.dev/api/generate-content
+"""A request in the format of Google's GenerateContent. Source: https://ai.google.dev/api/generate-content
 
 * System messages at the beginning are `systemInstruction`. Later ones become text parts of a `user` content, because
   the API has no system role there; `not_carried` names them.
 * The result of a tool is a `functionResponse` with the text as `output`; its images follow in the same content.
-* An answer that the provider signed gets its `thoughtSignature`s back, on the same parts. Reasoning is left out.
+* The parts of a signed answer that the client did not change are sent with their `thoughtSignature`s. Reasoning is
+  left out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _CONFIG = "generationConfig."
 
 
 def google_body(request: ChatRequest, model: str) -> Json:
-    """Return the body. Raises RequestError for a request that Google's form cannot hold."""
+    """Return the body. Raises RequestError for a request that Google's format cannot express."""
     refuse_sampling(request.sampling, "google")
     body = google_prompt(request)
     config = _generation_config(request, model)
@@ -49,7 +50,7 @@ def google_body(request: ChatRequest, model: str) -> Json:
 
 
 def google_prompt(request: ChatRequest) -> Json:
-    """Return the body's fields that determine the prompt. Requests to count its tokens have the same fields."""
+    """Return the body's fields that determine the prompt. A request to count its tokens has the same fields."""
     leading, messages = split_system(request.messages)
     body: Json = {"contents": _contents(messages)}
     if system := [part for message in leading for part in _parts(message)]:

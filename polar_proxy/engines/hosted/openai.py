@@ -1,11 +1,11 @@
 """`openai`: OpenAI's API, or any that is compatible with its chat route.
 
 Only parameters that the client set and that OpenAI documents are sent: strict APIs refuse a request for one unknown
-field. Options that steer OpenAI's own service (`carried.py`) go to OpenAI's and Azure's hosts only. Where APIs need
-different fields, the engine begins with the common form. If the API's refusal names the field of the other form
-(`_ALTERNATIVES`), the engine repeats the request in that form, and uses it from then on.
+field. Options that steer OpenAI's own service (`carried.py`) go to OpenAI's and Azure's hosts only. Some APIs need
+other fields (`_ALTERNATIVES`). The engine begins with the common ones; if an API's refusal names one of the others,
+the engine repeats the request with that field, and uses it from then on.
 
-OpenAI's models keep their reasoning to themselves on this route: it is counted, but neither shown nor returned.
+On this route, OpenAI's models do not return their reasoning. Its tokens are only counted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class OpenAIEngine(HostedEngine):
         api_key: str | None = None,
         official: bool | None = None,
     ) -> None:
-        """`official`: the API is OpenAI's own, or forwards to it. Default: the host decides."""
+        """`official`: whether the API is OpenAI's own, or forwards to it. Default: true for OpenAI's and Azure's
+        hosts."""
         super().__init__(url, api_key=api_key)
         parts = urlsplit(self.client.url)
         self._root = "/v1" if url.rstrip("/").endswith("/v1") or not parts.path.strip("/") else ""
@@ -71,7 +72,7 @@ class OpenAIEngine(HostedEngine):
         return hosted_info("openai", urlsplit(self.client.url).hostname or "unknown", model, length)
 
     async def _list_models(self) -> dict[str, Json] | None:
-        """Return the rows of `/models` by id; None if the API has no such list."""
+        """Return the entries of `/models` by model id; None if the API has no such list."""
         response = await self.client.send("GET", f"{self._root}/models")
         if response.status in (404, 405, 501):
             await self.client.read(response)
@@ -115,7 +116,7 @@ class OpenAIEngine(HostedEngine):
         return self._body(request, stream, self._alternatives)
 
     def _body(self, request: EngineRequest, stream: bool, alternatives: set[str]) -> tuple[str, Json]:
-        """Return the path, and the body, which uses the fields named in `alternatives`."""
+        """Return the path and the body, with the fields of `_ALTERNATIVES` that `alternatives` names."""
         body = {"model": self.info.model, **sampling_fields(request.sampling, _SAMPLING, stream=stream)}
         if "max_tokens" in body and "max_completion_tokens" in alternatives:
             body["max_completion_tokens"] = body.pop("max_tokens")

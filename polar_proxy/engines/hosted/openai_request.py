@@ -1,8 +1,8 @@
-"""A request in the form of OpenAI's Chat Completions. Source: https://platform.openai.com/docs/api-reference/chat
+"""A request in the format of OpenAI's Chat Completions. Source: https://platform.openai.com/docs/api-reference/chat
 
-* Messages are as Polar has them, without what the API does not document: reasoning (unless the API was found to need
-  it) and the names of tools in their results.
-* Images in the result of a tool, which may hold only text, follow in a message of the user after all results.
+* Messages are sent without the fields that the API does not document: reasoning (unless the API was found to need it)
+  and the name of the tool in a tool's result.
+* A tool's result may hold only text. Its images follow in a user message after all results.
 """
 
 from __future__ import annotations

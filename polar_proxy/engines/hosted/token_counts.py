@@ -1,7 +1,7 @@
 """Token counts of texts for models whose encoding tiktoken knows (OpenAI's), and an estimate for all others.
 
-tiktoken downloads the vocabulary of an encoding at its first use and keeps it on disk. Without a network, and for a
-model that it does not know, a token is taken for four bytes of UTF-8. All of this blocks: call it in a thread.
+tiktoken downloads the vocabulary of an encoding at its first use and keeps it on disk. If the download fails, or
+tiktoken does not know the model, four bytes of UTF-8 count as one token. All functions block: call them in a thread.
 
 A count of a conversation is an estimate in any case: providers do not publish how they write roles and tools.
 """
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 4
 _MESSAGE_MARKS = "<|im_start|>\n<|im_end|>"
-"""Added to the text of each message, so that the count includes the tokens with which templates enclose a message."""
+"""Added to the text of each message, to count the tokens that chat templates put around a message."""
 
 
 class TokenCounter:
@@ -35,7 +35,7 @@ class TokenCounter:
         """Encoding by model; None if tiktoken does not know the model or cannot load its vocabulary."""
 
     def count(self, model: str, text: str) -> tuple[int, bool]:
-        """Return the number of tokens, and whether it is exact."""
+        """Return the number of tokens, and whether tiktoken counted them (False: estimated from the bytes)."""
         encoding = self._encoding(model)
         if encoding is None:
             return -(-len(text.encode()) // BYTES_PER_TOKEN), False
@@ -75,7 +75,7 @@ def _load(model: str) -> tiktoken.Encoding | None:
 
 
 def request_text(request: EngineRequest) -> str:
-    """Return what a model reads of a request, as one text to count."""
+    """Return the text of a request that the model reads (messages and tools), joined for counting its tokens."""
     if not isinstance(request, ChatRequest):
         return request.prompt if isinstance(request.prompt, str) else ""
     parts = [_message_text(message) for message in request.messages]

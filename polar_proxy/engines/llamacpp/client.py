@@ -20,12 +20,12 @@ from polar_proxy.types import ChatRequest, Json, Sampling, TopLogprob
 COMPLETION = "/completion"
 GREEDY_BELOW = 1e-5
 _SEEDS = 2**32 - 1
-"""Seeds are sent modulo this number, because llama-server takes the number itself to mean a random seed."""
+"""Seeds are sent modulo this number: as a seed, the number itself makes llama-server choose a random one."""
 _FORCED = 1e4
-"""Bias of a token that must be sampled."""
+"""The logit bias by which a token is forced to be sampled."""
 _EVERY_TOKEN = 1 << 20
 _LARGE_PROMPT = 1 << 14
-"""Number of prompt tokens from which on a request is encoded in a thread."""
+"""Requests with more prompt tokens than this are encoded in a thread."""
 _ONE_TOKEN: Json = {"n_predict": 1, "samplers": ["top_k"], "top_k": 1, "return_tokens": True, "cache_prompt": True}
 _COUNTED_IN_PROMPT = ("presence_penalty", "frequency_penalty")
 
@@ -34,16 +34,16 @@ class Vocabulary:
     """A model's tokens and the bytes of their texts. Control tokens have no text and are left out."""
 
     def __init__(self, rows: Sequence[Json]) -> None:
-        """`rows`: the distribution of a next token, with one row for each token."""
+        """`rows`: a whole next-token distribution as llama-server reports it, one row for each token."""
         self.size = len(rows)
         self.data = {row["id"]: bytes(row["bytes"]) for row in rows if row["bytes"]}
-        """Token id -> the bytes of its text, which may be a part of a character."""
+        """Token id -> the bytes of its text. They may be an incomplete UTF-8 character."""
         self._by_text: dict[bytes, list[int]] = {}
         for token_id, data in self.data.items():
             self._by_text.setdefault(data, []).append(token_id)
 
     def spellings(self, text: bytes, count: int) -> list[list[int]]:
-        """Return all sequences of `count` tokens with this text."""
+        """Return all sequences of `count` token ids whose texts joined are `text`."""
         if count == 0:
             return [] if text else [[]]
         return [
@@ -55,13 +55,13 @@ class Vocabulary:
 
 
 class LlamaCppClient(OpenAIClient):
-    """A llama-server. It closes connections after a stream without announcing it, so each is used for one request."""
+    """Connections to a llama-server, each for one request: the server closes them after a stream without notice."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         super().__init__(url, api_key, keep_alive=False)
 
     async def apply_template(self, request: ChatRequest, *, generation: bool = True) -> str:
-        """Return the conversation as the server's template renders it. Raises RequestError if it refuses."""
+        """Return the conversation as the server's template renders it. Raises RequestError if the template refuses."""
         return str(self.field(await self.json("POST", "/apply-template", _conversation(request, generation)), "prompt"))
 
     async def tokenize(self, text: str, *, add_special: bool = False) -> list[int]:
@@ -74,9 +74,9 @@ class LlamaCppClient(OpenAIClient):
         return str(self.field(await self.json("POST", "/detokenize", {"tokens": list(token_ids)}), "content"))
 
     async def forced(self, prompt: Sequence[int], token: int, **more: Any) -> Json:
-        """Make the server sample this token after the prompt, and return its answer.
+        """Make the server sample `token` after the prompt by a logit bias, and return its response.
 
-        The bias does not change the log-probabilities of the answer, which are those of the model at temperature 1.
+        The bias does not change the reported log-probabilities, which are those of the model at temperature 1.
         """
         body = {"prompt": list(prompt), "logit_bias": [[token, _FORCED]], "n_probs": 1, **_ONE_TOKEN, **more}
         answer = await self.json("POST", COMPLETION, body)
@@ -85,9 +85,10 @@ class LlamaCppClient(OpenAIClient):
         return dict(answer)
 
     async def next_tokens(self, prompt: Sequence[int], end: int, slot: int = -1) -> list[Json]:
-        """Return the distribution of the token after this prompt at temperature 1, a row for each token.
+        """Return the distribution of the token after `prompt` at temperature 1, a row for each token.
 
-        `end`: a token that ends an answer; the server is made to sample it, so that it reports the distribution.
+        The server reports a distribution only with a token that it sampled, so it is made to sample `end`, an
+        end-of-turn token.
         """
         answer = await self.forced(prompt, end, n_probs=_EVERY_TOKEN, id_slot=slot)
         return list(self.field(answer, "completion_probabilities")[0]["top_logprobs"])
@@ -123,7 +124,7 @@ class LlamaCppClient(OpenAIClient):
 
 
 def sampled_logprob(rows: Sequence[Json], token: int, sampling: Sampling) -> float:
-    """Return the log-probability of a token under these settings, from its distribution at temperature 1.
+    """Return the log-probability of `token` under the settings `sampling`. `rows`: the distribution at temperature 1.
 
     At temperature 0 the value of temperature 1 is returned. At any other temperature the result is NaN if settings
     besides the temperature change the distribution.
@@ -149,17 +150,18 @@ def _is_plain(sampling: Sampling) -> bool:
 
 
 def sampling_body(sampling: Sampling, seed: int, context: int, room: int) -> Json:
-    """Return the sampling fields of `/completion`, in the order of vLLM and of the local engine: penalties,
-    temperature, min_p, top_k, top_p. The answer ends after at most `room` of the `context` tokens.
+    """Return the sampling fields of `/completion`. The samplers are applied in the order of vLLM and of the local
+    engine: penalties, temperature, min_p, top_k, top_p. The answer has at most `room` tokens.
 
-    Log-probabilities are of the distribution sampled from (`post_sampling_probs`). At temperature 0 it has only one
-    token, so they are those of temperature 1. Raises RequestError for an invalid setting, and for penalties that
-    llama.cpp would compute otherwise than this API.
+    Log-probabilities are of the distribution sampled from (`post_sampling_probs`). At temperature 0 that distribution
+    has only one token, so those of temperature 1 are requested instead. Raises RequestError for an invalid setting, and
+    for presence and frequency penalties, because llama.cpp counts the prompt's tokens in them.
     """
     for name in _COUNTED_IN_PROMPT:
         if getattr(sampling, name):
             text = (
-                f"llama.cpp counts the prompt's tokens in {name}, which is not what it means in this API: leave it out."
+                f"llama.cpp counts the prompt's tokens in {name}, but in this API only those of the answer count: "
+                "leave it out."
             )
             raise RequestError(text, param=name)
     temperature = 1.0 if sampling.temperature is None else sampling.temperature
@@ -196,7 +198,7 @@ def sampling_body(sampling: Sampling, seed: int, context: int, room: int) -> Jso
 def stream_fields(prompt: Sequence[int]) -> Json:
     """Return the fields of a request for a streamed answer to the prompt ids `prompt`.
 
-    The server writes the tags of reasoning and tool calls into the answer's text, instead of leaving them out.
+    They make the server keep the tags of reasoning and tool calls in the answer's text.
     """
     tags = [THINK, END_THINK, CALL, END_CALL]
     fields = {"stream": True, "return_tokens": True, "cache_prompt": True, "preserved_tokens": tags}
@@ -224,9 +226,9 @@ class StreamedToken:
 
 
 def streamed_token(chunk: Json, count: int, name: str) -> StreamedToken | None:
-    """Return the token of a chunk, with `count` alternatives; None if the chunk has none.
+    """Return the token of a chunk, with up to `count` alternatives; None if the chunk has no token.
 
-    Raises EngineError, with the server's `name`, if the chunk names two different ids for the token.
+    Raises EngineError if the chunk names two different ids for the token. `name`: the server's name in the error.
     """
     if not chunk.get("tokens"):
         return None

@@ -1,15 +1,15 @@
 """`llamacpp`: llama.cpp's server over HTTP, recorded with exact token ids and log-probabilities.
 
-Every answer, to a conversation too, is sampled by `/completion` from token ids, so there is one way to sample. The
-server renders a conversation (`/apply-template`), or this process does if that gives the same text. Answers are parsed
-in the Hermes format; `probe.py` finds out whether the model's template writes calls in it.
+Every answer is sampled by `/completion` from token ids. A conversation is rendered before that: by the server
+(`/apply-template`), or in this process if the text is the same. Answers are parsed in the Hermes format; `probe.py`
+finds out whether the model's template writes tool calls in this format.
 
 The stream of a llama-server leaves out tokens that end within a character (llama.cpp's `process_token`). Each chunk
 says how many tokens were sampled, which shows such a gap. The chunk after a gap has the bytes of the whole character,
 and the missing tokens must spell them. If only one sequence of tokens does, the stream is closed, the log-probabilities
-of the missing tokens are requested, and a new request samples the rest of the answer; this changes no distribution. If
-the sequence is not certain, or `max_tokens` ends the answer within a character, the missing tokens are recorded as
-unknown, so that the call is not trained.
+of the missing tokens are requested, and a new request samples the rest of the answer, from the same distribution. If
+the missing tokens are uncertain, or `max_tokens` ends the answer within a character, they are recorded as unknown, so
+that the call is not trained.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class LlamaCppEngine(LocallyRenderingEngine):
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
-        """Implement `Engine.sample`. Each choice is a separate request, because the server limits `n` to its slots."""
+        """Implement `Engine.sample`. Each choice is a separate request, because the server limits `n` to the number of
+        its slots."""
         sampling = request.sampling
         if isinstance(request, ChatRequest):
             ids = await self.render(request) if prompt is None else prompt.token_ids.tolist()
@@ -188,9 +189,9 @@ class LlamaCppEngine(LocallyRenderingEngine):
         return {**stream_fields(prompt), **sampling_body(sampling, seed, context, context - len(prompt))}
 
     async def _stream(self, answer: AnswerState) -> AsyncGenerator[SampleEvent, None]:
-        """Yield the events of one request to the server.
+        """Yield the events of one request to the server, up to the end of the answer.
 
-        They end with the answer, or earlier at a gap in the stream if the tokens that it lacks can be recovered.
+        At a gap in the stream whose missing tokens can be recovered, they end with these tokens.
         """
         body, before = self._body(answer), len(answer.ids)
         async with aclosing(self.client.chunks(body)) as chunks:
@@ -215,7 +216,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
         yield self._event(answer, tokens, chunk, full=full)
 
     def _spelling(self, answer: AnswerState, missing: int, token: StreamedToken, chunk: Json) -> list[int] | None:
-        """Return the ids that are missing before `token`; None if they are not certain."""
+        """Return the `missing` ids before `token` that spell the chunk's text; None if they are not certain."""
         text, last = chunk["content"].encode(), self.model.vocabulary.data.get(token.token_id, b"")
         if UNKNOWN_ID in answer.ids or "\ufffd" in chunk["content"] or not text.endswith(last):
             return None  # U+FFFD stands for any bytes that are no character
@@ -240,7 +241,8 @@ class LlamaCppEngine(LocallyRenderingEngine):
     ) -> SampleEvent:
         """Return the event of a chunk with these tokens, and add them to `answer`.
 
-        `full`: there is no room for more tokens. The answer ends here, by default with the finish reason `length`.
+        `full`: there is no room for more tokens, so the answer ends here: with the finish reason `length`, unless the
+        server or a stop string ended it.
         """
         answer.ids += [token.token_id for token in tokens]
         answer.text += chunk["content"]
@@ -271,10 +273,10 @@ class LlamaCppEngine(LocallyRenderingEngine):
     # Scoring
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Implement `Engine.score`: one request for each token, which a bias makes the server sample.
+        """Implement `Engine.score` by one request for each token, which a bias makes the server sample.
 
-        llama.cpp returns no log-probabilities of a prompt. The server computes one new token for each request, because
-        it keeps the others in its cache.
+        This is needed because llama.cpp returns no log-probabilities of a prompt. Each request costs the server one
+        new token, because the tokens before it are in its cache.
         """
         ids = [int(token) for token in token_ids]
         if len(ids) > self.info.context_length:

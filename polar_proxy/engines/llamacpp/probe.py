@@ -50,7 +50,8 @@ class LlamaServerModel:
     """The model's chat template; None if this process cannot compile it."""
     vocabulary: Vocabulary
     problem: str | None
-    """Why conversations with tools cannot be answered, or none can be continued; None if both work."""
+    """Why conversations with tools cannot be answered, and no conversation can be continued from exact tokens; None if
+    both work."""
 
 
 async def probe_server(client: LlamaCppClient, model: str | None) -> LlamaServerModel:
@@ -88,7 +89,7 @@ async def probe_server(client: LlamaCppClient, model: str | None) -> LlamaServer
 
 
 async def _properties(client: LlamaCppClient) -> Json:
-    """Return `/props`. Raises EngineError if the server is another one, or has not loaded its model yet."""
+    """Return `/props`. Raises EngineError if this is not a llama-server, or it has not loaded its model yet."""
     response = await client.send("GET", "/props")
     if response.status == 503:
         raise EngineError(f"{client.name} has not loaded its model yet: wait until GET /health answers 200.")
@@ -121,7 +122,7 @@ async def _model_name(client: LlamaCppClient, wanted: str | None) -> str:
 
 
 async def _require_same_prompt(client: LlamaCppClient, prompt: Sequence[int]) -> None:
-    """Raise EngineError if the chat route makes another prompt of a conversation than rendering and tokenising it."""
+    """Raise EngineError if the chat route's prompt is not as long as `prompt`, from /apply-template and /tokenize."""
     body = {"messages": [_USER.to_openai()], "max_tokens": 1}
     usage = client.field(await client.json("POST", "/v1/chat/completions", body), "usage")
     if usage.get("prompt_tokens") != len(prompt):
@@ -132,7 +133,8 @@ async def _require_same_prompt(client: LlamaCppClient, prompt: Sequence[int]) ->
 
 
 async def _require_evidence(client: LlamaCppClient, prompt: Sequence[int]) -> None:
-    """Raise EngineError if a streamed answer lacks token ids or log-probabilities, or was sampled by other settings."""
+    """Raise EngineError if a streamed answer lacks token ids or log-probabilities, or if the server sampled it with
+    other settings than the request's."""
     sent = sampling_body(Sampling(max_tokens=_ROOM), seed=1, context=_ROOM, room=_ROOM)
     chunks = [chunk async for chunk in client.chunks({**stream_fields(prompt), **sent})]
     if not any(chunk.get("tokens") for chunk in chunks):
@@ -151,7 +153,9 @@ async def _require_evidence(client: LlamaCppClient, prompt: Sequence[int]) -> No
         name for name in ("samplers", "mirostat", "n_probs", "post_sampling_probs") if used.get(name) != sent[name]
     ]
     if ignored:
-        raise EngineError(f"{client.name} ignores the settings {', '.join(ignored)} of a request. {REFUSED}")
+        raise EngineError(
+            f"{client.name} ignores the settings {', '.join(ignored)} of a request: update llama.cpp. {REFUSED}"
+        )
 
 
 async def _require_modes(client: LlamaCppClient, prompt: Sequence[int]) -> None:
@@ -191,7 +195,7 @@ async def _end_of_turn(client: LlamaCppClient, prompt: Sequence[int], opened: st
 
 
 async def _tools_problem(client: LlamaCppClient, source: str) -> str | None:
-    """Return why calls as the model's template writes them cannot be read; None if they can."""
+    """Return why Polar cannot parse tool calls as the model's template writes them; None if it can."""
     request = ChatRequest("", (_USER,), tools=(_TOOL,))
     after = (Message("tool", "1", tool_call_id="polarcal1"), Message("tool", "2", tool_call_id="polarcal2"))
     try:
@@ -207,8 +211,8 @@ async def _tools_problem(client: LlamaCppClient, source: str) -> str | None:
     calls = [(call.name, json.loads(call.arguments)) for call in read.tool_calls]
     if [(call.name, json.loads(call.arguments)) for call in _CALLS] != calls:
         return (
-            "its chat template writes tool calls in another form than Hermes (<tool_call>{...}</tool_call>). Serve the "
-            "model with vLLM, whose parsers Polar can use, or record text only with --engine openai."
+            "its chat template writes tool calls in another format than Hermes (<tool_call>{...}</tool_call>). Serve "
+            "the model with vLLM, whose parsers Polar can use, or record text only with --engine openai."
         )
     return None
 

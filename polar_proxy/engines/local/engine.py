@@ -1,4 +1,4 @@
-"""`local`: a Transformers model in this process, with the same interface as an inference server.
+"""`local`: a Transformers model that runs in this process, with the same interface as an inference server.
 
 The event loop and its helper threads render, submit and parse; the worker thread of `BatchScheduler` owns the model.
 Log-probabilities are fp32 and belong to the distribution that was sampled from (`sampling.py`).
@@ -35,7 +35,7 @@ _PROMPT_TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The parts of the engine that exist only while it is entered."""
+    """The objects of the engine that exist only while it is entered."""
 
     info: EngineInfo
     runner: ModelRunner
@@ -100,7 +100,7 @@ class LocalEngine(Engine):
 
     @property
     def loaded(self) -> LoadedModel:
-        """The parts of the loaded model. Raises EngineError before the engine is entered."""
+        """The loaded model. Raises EngineError before the engine is entered."""
         if self._loaded is None:
             raise EngineError("The local engine is not loaded: use it as `async with engine:`.", status=503)
         return self._loaded
@@ -209,10 +209,11 @@ class LocalEngine(Engine):
         return self.loaded.scheduler.version
 
     async def load_weights(self, source: Mapping[str, torch.Tensor] | Path | str, version: str) -> None:
-        """Replace the weights by those of a state dict, a safetensors file or a folder of such files.
+        """Replace the weights, between two sampling steps, and report the policy version `version` from then on.
 
-        This happens between two sampling steps. Running answers continue with the new weights, after the keys and
-        values of their tokens were computed again. Raises EngineError, and changes nothing, if the weights do not fit.
+        `source`: a state dict, a safetensors file or a folder of such files. Running answers continue with the new
+        weights, after the keys and values of their tokens were computed again. Raises EngineError, and changes
+        nothing, if the weights do not have the model's names and shapes.
         """
         model = self.loaded
         weights = Path(source) if isinstance(source, str) else source
@@ -225,7 +226,8 @@ class LocalEngine(Engine):
 
 
 def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: those of the generation or model config, and the tokenizer's own."""
+    """Return the tokens that end an answer: those of the generation config (or else the model config), and the
+    tokenizer's own."""
     found = getattr(model.generation_config, "eos_token_id", None)
     if found is None:
         found = model.config.eos_token_id

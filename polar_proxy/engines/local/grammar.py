@@ -1,9 +1,9 @@
-"""Answers with an enforced form: `response_format`, and a `tool_choice` that demands a tool call.
+"""Sample answers under a grammar: a `response_format`, or a `tool_choice` that requires a tool call.
 
 A `response_format` is enforced only while the model may not call tools, see `base.enforced_format`. A required tool
-call is sampled in the model's own Hermes form, so that it is parsed and rendered like any other. Log-probabilities are
-those of the distribution without the forbidden tokens. This is not the policy's own distribution, so calls sampled
-under a grammar are not trained.
+call is sampled in the Hermes format, so that it is parsed and rendered like any other. Log-probabilities are those of
+the distribution without the forbidden tokens. This is not the policy's own distribution, so calls sampled under a
+grammar are not trained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON in the form of json.dumps, which is the form that templates show to the model."""
+"""The separators of json.dumps, which are those that chat templates show to the model."""
 
 
 class GrammarMask:
@@ -50,7 +50,7 @@ class GrammarMask:
 
 
 class GrammarCompiler:
-    """Compiler of grammars for one tokenizer. Its first use loads the vocabulary, which takes a moment."""
+    """Compiler of grammars for one tokenizer. The first grammar loads the vocabulary, which takes a moment."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -63,9 +63,9 @@ class GrammarCompiler:
         return hf.from_tokenizer(self._tokenizer, self._vocab_size, self._end_ids)
 
     def for_request(self, request: ChatRequest, reasoning: Reasoning) -> Callable[[], GrammarMask] | None:
-        """Return a factory of masks, one mask per choice; None if the request enforces no form.
+        """Return a factory of masks, to be called once per choice; None if the request needs no grammar.
 
-        Raises RequestError for a form that cannot be enforced.
+        Raises RequestError for a format or tool choice that cannot be enforced.
         """
         body = self._body(request)
         if body is None:
@@ -80,7 +80,7 @@ class GrammarCompiler:
     def _body(self, request: ChatRequest) -> str | None:
         """Return the grammar rule `body` in llguidance's Lark: the required tool calls, or the schema of the answer.
 
-        None if the request enforces neither.
+        None if the request asks for neither.
         """
         if (tools := demanded_tools(request)) is not None:
             names = " | ".join(f"tool_{place}" for place in range(len(tools)))
@@ -117,7 +117,10 @@ def _schema(schema: Json) -> str:
 
 
 def demanded_tools(request: ChatRequest) -> list[Json] | None:
-    """Return the functions of which one must be called; None if the model need not call any. Raises RequestError."""
+    """Return the functions of which the model must call one; None if it need not call any.
+
+    Raises RequestError if `tool_choice` matches no tool of the request.
+    """
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         return None
@@ -133,7 +136,7 @@ def demanded_tools(request: ChatRequest) -> list[Json] | None:
 
 
 def call_schema(function: Json) -> Json:
-    """Return the JSON schema of a tool call of this function, with the name first, as in chat templates."""
+    """Return the JSON schema of a call of this function. The name comes before the arguments, as in chat templates."""
     parameters = function.get("parameters") or {"type": "object"}
     # References inside the parameters are relative to the root of the document.
     definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}

@@ -1,12 +1,12 @@
-"""The model, the keys and values of its sequences, and its two passes: over a chunk of one sequence, and over one token
-of each running sequence.
+"""The model, the keys and values of its sequences, and its two forward passes: over a chunk of one sequence (prefill),
+and over one token of each running sequence (decode).
 
 Works for decoder-only models of Transformers in which every layer attends to the whole past through a `Cache`. Loading
 compares the cached passes with the model's own forward pass, and refuses the model if they differ.
 
 Invariant: the first `length` positions of a KV buffer hold the keys and values of exactly the tokens stored with it,
-made by the weights now loaded. Each sequence has its own buffer [layers, 2, heads, capacity, head_dim], so that a long
-sequence costs the others of its batch nothing.
+computed with the weights now loaded. Each sequence has its own buffer [layers, 2, heads, capacity, head_dim], so that a
+long sequence costs the others of its batch nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from polar_proxy.sequences import common_prefix_length
 from polar_proxy.types import TokenIds
 
 MIN_REUSE = 16
-"""Length in tokens below which a common prefix is not worth looking up or keeping."""
+"""Common prefixes of fewer tokens are not reused, and shorter sequences are not kept."""
 _SCORED_CHUNK = 256
 _ATTENTION = "polar_by_sequence"
 
@@ -43,7 +43,7 @@ def attend_by_sequence(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of each sequence to its own past, as a Transformers attention function.
+    """Attend from each sequence to its own past only. An attention function for Transformers.
 
     query [rows, query heads, new, head_dim]; keys and values: per row [heads, length, head_dim], from `SequenceCache`.
     Returns [rows, new, query heads, head_dim].
@@ -93,7 +93,7 @@ class PrefixCache:
 
     def __init__(self, limit_bytes: int) -> None:
         self._entries: LRUCache[bytes, torch.Tensor] = LRUCache(limit_bytes, lambda kv: kv.nbytes)
-        """KV buffers by the bytes of their tokens."""
+        """KV buffers by the bytes of their token ids (int32)."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -102,7 +102,8 @@ class PrefixCache:
         self._entries.clear()
 
     def keep(self, tokens: TokenIds, kv: torch.Tensor) -> None:
-        """Keep a copy of the first n positions of a KV buffer: those of the n `tokens`."""
+        """Keep a copy of a KV buffer's first positions, which belong to `tokens`, unless the copy would be too short,
+        too large or already covered."""
         length = len(tokens)
         part = kv[..., :length, :]
         if length < MIN_REUSE or part.nbytes > self._entries.maxsize or self.find(tokens)[0] == length:
@@ -113,7 +114,10 @@ class PrefixCache:
         self._entries[name] = part.clone(memory_format=torch.contiguous_format)
 
     def find(self, tokens: TokenIds) -> tuple[int, torch.Tensor | None]:
-        """Return the length of the longest cached prefix of `tokens` and its KV buffer; (0, None) if there is none."""
+        """Return the length of the longest prefix of `tokens` that is cached, and the KV buffer that begins with it.
+
+        Returns (0, None) if no such prefix has at least MIN_REUSE tokens.
+        """
         lengths = {name: common_prefix_length(np.frombuffer(name, dtype=np.int32), tokens) for name in self._entries}
         best = max(lengths, key=lengths.__getitem__, default=b"")
         if lengths.get(best, 0) < MIN_REUSE:

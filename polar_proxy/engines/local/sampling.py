@@ -1,9 +1,8 @@
-"""From logits to tokens, in fp32, with log-probabilities of the distribution sampled from.
+"""Sample tokens from logits, in fp32, with log-probabilities of the distribution sampled from ("processed").
 
 The distribution is the softmax after these steps, in vLLM's order: logits + logit_bias - penalties, grammar mask,
-division by temperature, min_p, top_k, top_p. The log-probability reported is that distribution's ("processed"). At
-temperature 0 the most likely token is taken, top_k, top_p and min_p have no effect, and the log-probability is that of
-temperature 1.
+division by temperature, min_p, top_k, top_p. At temperature 0 the most likely token is taken, top_k, top_p and min_p
+have no effect, and the log-probability is that of temperature 1.
 
 Each token takes one uniform number from its choice's own generator and inverts the cumulative distribution (float64).
 So a seed gives the same tokens whatever else is in the batch, up to the rounding of logits.
@@ -28,10 +27,10 @@ MAX_TOP_LOGPROBS = 50
 
 
 def resolve(sampling: Sampling, defaults: Mapping[str, Any], vocab_size: int, room: int) -> tuple[Sampling, int]:
-    """Return the settings with every default filled in, and max_tokens cut to the `room` left in the context.
+    """Return the settings with every default filled in, and the maximum length of the answer in tokens.
 
-    `defaults` is the model's own generation config, used for parameters that a request leaves out (as vLLM does).
-    Raises RequestError.
+    `defaults`: the model's own generation config, used for parameters that a request leaves out (as vLLM does).
+    `room`: the upper limit of that length. Raises RequestError for an invalid setting.
     """
     temperature = _first(sampling.temperature, defaults.get("temperature"), 1.0)
     top_p = _first(sampling.top_p, defaults.get("top_p"), 1.0)
@@ -67,7 +66,7 @@ def _first(*values: Any) -> Any:
 
 
 class SequenceSampler:
-    """Sampling state of one choice: its settings (resolved), random generator, token counts and grammar."""
+    """Sampling state of one choice: its settings (after `resolve`), random generator, token counts and grammar."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class SequenceSampler:
 
 
 def _warpers(sampling: Sampling) -> list[Any]:
-    """Return the functions that apply temperature and truncation to logits [rows, V], in their order."""
+    """Return the functions that apply temperature and truncation to logits [rows, V], in the order to call them."""
     warpers: list[Any] = []
     if sampling.temperature is not None and sampling.temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
@@ -160,7 +159,7 @@ def sample_tokens(logits: torch.Tensor, rows: Sequence[SequenceSampler]) -> list
 
 
 def _pick(logprobs: torch.Tensor, rows: Sequence[SequenceSampler]) -> torch.Tensor:
-    """Return one token id per row, int64 [B]."""
+    """Sample one token id per row, int64 [B]; for a greedy row, take the most likely one."""
     cumulative = logprobs.double().exp_().cumsum(dim=-1)
     total = cumulative[:, -1]
     uniform = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
@@ -171,7 +170,7 @@ def _pick(logprobs: torch.Tensor, rows: Sequence[SequenceSampler]) -> torch.Tens
 
 
 def _top(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
-    """Return the `count` most likely tokens of a row [V]."""
+    """Return the `count` most likely tokens of a row [V] as (id, log-probability), without forbidden ones."""
     if count == 0:
         return []
     values, ids = logprobs.topk(min(count, len(logprobs)))

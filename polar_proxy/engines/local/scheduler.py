@@ -2,8 +2,8 @@
 
 A step drops cancelled sequences, admits waiting ones, prefills a bounded number of prompt tokens (so that a long prompt
 does not stall the others), samples one token for every sequence whose prompt is prefilled, and delivers the results to
-the event loop in one call. A sequence is prefilled except for its last token, which goes through the model with the
-last tokens of the others.
+the event loop in one call. The last token of a prompt is not prefilled: it goes through the model together with the
+last tokens of the other sequences.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PREFILL_TOKENS = 256
-"""Number of prompt tokens, of all sequences together, that one step reads at most."""
+"""Maximum number of prompt tokens, of all sequences together, that one step prefills."""
 CACHE_BYTES = 1 << 29
-"""Limit for the keys and values kept of finished sequences. Those of running sequences are not counted."""
+"""Maximum size of the kept keys and values of finished sequences. Those of running sequences are not counted."""
 SMALL_MODEL = 20_000_000
-"""Up to this many parameters one thread is as fast as several, and far faster when the other cores are busy."""
+"""Models with fewer parameters run in one thread, which is as fast as several, and far faster if other cores are
+busy."""
 ANSWER_ROOM = 512
 """Number of positions for the answer in a new KV buffer. The buffer doubles when it is full."""
 
@@ -57,7 +58,10 @@ class Generation:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One choice of a generation. `tokens[:count]`: prompt and answer; `kv` has the first `kv_length` of them."""
+    """One choice of a generation.
+
+    `tokens[:count]`: prompt and answer so far. `kv`: keys and values of the first `kv_length` of these tokens.
+    """
 
     generation: Generation
     index: int
@@ -73,7 +77,7 @@ class SequenceState:
 
     @property
     def unread(self) -> int:
-        """Number of tokens that the model has not read yet: first those of the prompt, then the last sampled token."""
+        """Number of tokens without keys and values. 1 means that only the last token is missing: ready to decode."""
         return self.count - self.kv_length
 
 
@@ -159,7 +163,7 @@ class BatchScheduler:
             self._step()
 
     def _step(self) -> None:
-        """Run one step, and queue the next if work is left. Functions that `run` queued meanwhile come before it."""
+        """Run one step, and queue the next if work is left, after the functions that `run` has queued meanwhile."""
         try:
             with torch.inference_mode():
                 self._drop_cancelled()
@@ -208,7 +212,8 @@ class BatchScheduler:
                 budget -= len(chunk)
 
     def _kv_of(self, sequence: SequenceState) -> torch.Tensor:
-        """Return the KV buffer of a sequence. A new one copies the longest prefix that the cache or the batch has."""
+        """Return the KV buffer of a sequence. A new buffer begins with a copy of the longest common prefix that the
+        cache or a running sequence has."""
         if sequence.kv is not None:
             return sequence.kv
         wanted = sequence.tokens[: sequence.count - 1]
@@ -242,7 +247,7 @@ class BatchScheduler:
             self._accept(sequence, token)
 
     def _room_for_one(self, sequence: SequenceState) -> torch.Tensor:
-        """Return the KV buffer of a sequence, twice as large if it was full."""
+        """Return the KV buffer of a sequence, which has room for one more token: a full one is doubled."""
         kv = self._kv_of(sequence)
         capacity = kv.shape[-2]
         if sequence.kv_length == capacity:
@@ -252,7 +257,7 @@ class BatchScheduler:
         return kv
 
     def _accept(self, sequence: SequenceState, token: SampledToken) -> None:
-        """Append a sampled token to its sequence and report it; retire the sequence with its last token."""
+        """Append a sampled token to its sequence and report it; if it ends the answer, retire the sequence."""
         generation, stream = sequence.generation, sequence.text
         grammar = sequence.sampler.grammar
         if grammar is not None and grammar.error is not None:

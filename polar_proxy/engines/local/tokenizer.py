@@ -1,7 +1,7 @@
-"""Conversations to token ids, and sampled token ids to text.
+"""Render and encode conversations, and decode sampled token ids.
 
-Messages are prepared for the chat template as vLLM does it. Streamed text obeys one invariant: the pieces of a stream,
-joined, are the decoding of all its ids without special tokens, up to the first stop string.
+Messages are prepared for the chat template as vLLM does it. Invariant of streams: the texts of a stream, joined, are
+the decoding of all its ids without special tokens, up to the first stop string.
 """
 
 from __future__ import annotations
@@ -61,14 +61,16 @@ class ChatTokenizer:
         return str(text)
 
     def _template_message(self, message: Message) -> Json:
-        """Return a message for the template. If it has no developer role, it would leave such a message out."""
+        """Return a message for the template. A developer message becomes a system message if the template does not know
+        the role, because it would leave the message out."""
         prepared = template_message(message)
         if message.role == "developer" and "developer" not in (self._template or ""):
             prepared["role"] = "system"
         return prepared
 
     def encode(self, text: str, *, raw: bool = False) -> list[int]:
-        """Return the ids of a text. Only to a `raw` prompt may the tokenizer add tokens such as BOS."""
+        """Return the ids of a text. With `raw` (a text that no template rendered) the tokenizer may add tokens such as
+        BOS."""
         return list(self._backend.encode(text, add_special_tokens=raw).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -129,7 +131,7 @@ class TextStream:
         return self._stop.stopped_at
 
     def feed(self, token_id: int) -> str:
-        """Return the new text, except for its end if that may be the beginning of a stop string."""
+        """Return the text that this token adds, except for an end that may be the beginning of a stop string."""
         return self._stop.feed(self._decoder.feed(token_id))
 
     def close(self) -> str:

@@ -1,18 +1,17 @@
-"""Reading of a provider's answer while it is passed on: which decoder reads it, and where it ends."""
+"""Read a provider's answer while it is passed on: split the body, choose the decoder, find the end."""
 
 from __future__ import annotations
 
 import base64
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import orjson
 
 from polar_proxy.engines.hosted.anthropic import MessageDecoder
 from polar_proxy.engines.hosted.google import ContentDecoder
 from polar_proxy.engines.openai_client import AnswerDecoder
-from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder
+from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder, parse_json
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.provider_calls import ProviderRequest
 from polar_proxy.types import EngineRequest, Json, Message, SampleEvent, ToolCall, ToolDelta, Usage
@@ -36,7 +35,7 @@ def make_decoder(raw: ProviderRequest, request: EngineRequest) -> AnswerDecoder:
 
 
 def is_end(chunk: Json) -> bool:
-    """Return whether an answer ends in this object of its stream: an agent that has it may act on the answer."""
+    """Return whether this object of a stream ends the answer: an agent that has received it may act on the answer."""
     choices = chunk.get("choices") or chunk.get("candidates") or ()
     return chunk.get("type") in _FINAL_TYPES or any(
         choice.get("finish_reason") or choice.get("finishReason") for choice in choices
@@ -55,29 +54,34 @@ def error_in(chunk: Json) -> Json | None:
 
 
 class BodyReader:
-    """Splits a response body of any of the providers' forms into JSON objects, as it arrives."""
+    """Splits a response body (server-sent events, Amazon's event stream or JSON) into JSON objects as it arrives."""
 
-    def __init__(self, content_type: str, name: str) -> None:
-        self._lines = SseDecoder(name) if content_type.startswith(EVENT_STREAM) else None
+    def __init__(self, headers: dict[bytes, bytes], host: str) -> None:
+        """`headers`: those of the response, in lower case. The objects of a compressed body are not read."""
+        content_type = headers.get(b"content-type", b"").decode("latin-1")
+        self._lines = SseDecoder(host) if content_type.startswith(EVENT_STREAM) else None
         self._frames = content_type.startswith(AWS_EVENT_STREAM)
-        self._name = name
+        self._compressed = b"content-encoding" in headers
+        self._host = host
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[Json]:
-        """Return the objects that `data` completes. Raises EngineError for malformed JSON."""
-        if self._lines is not None:
-            return self._lines.feed(data)
-        self._rest += data
-        return self._read_frames() if self._frames else []
+    def feed(self, data: bytes, *, last: bool) -> list[Json]:
+        """Return the objects that `data` completes; those of an unstreamed body with its `last` piece.
 
-    def end(self) -> list[Json]:
-        """Return the JSON objects of an unstreamed body: one object, or the items of an array."""
-        if self._lines is not None or self._frames:
+        Raises EngineError for malformed content.
+        """
+        if self._compressed:
             return []
-        try:
-            value: Any = orjson.loads(self._rest)
-        except orjson.JSONDecodeError as error:
-            raise EngineError(f"{self._name} sent malformed JSON: {error}.") from error
+        if self._lines is not None:
+            return [event for event in self._lines.feed(data) if isinstance(event, dict)]
+        self._rest += data
+        if self._frames:
+            return self._read_frames()
+        return self._read_body() if last else []
+
+    def _read_body(self) -> list[Json]:
+        """Return the object of an unstreamed body, or the items of its array."""
+        value = parse_json(self._rest, self._host)
         return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
 
     def _read_frames(self) -> list[Json]:
@@ -90,20 +94,23 @@ class BodyReader:
         while len(self._rest) >= 12:
             total, headers = struct.unpack(">II", self._rest[:8])
             if total < 16 or headers > total - 16:
-                raise EngineError(f"{self._name} sent a malformed event stream.")
+                raise EngineError(f"The provider at {self._host} sent a malformed event stream.")
             if len(self._rest) < total:
                 break
             payload, self._rest = self._rest[12 + headers : total - 4], self._rest[total:]
-            event = orjson.loads(payload)
-            found.append(orjson.loads(base64.b64decode(event["bytes"])) if "bytes" in event else {"error": event})
+            try:
+                event = orjson.loads(payload)
+                found.append(orjson.loads(base64.b64decode(event["bytes"])) if "bytes" in event else {"error": event})
+            except (TypeError, ValueError) as error:
+                raise EngineError(f"The provider at {self._host} sent a malformed event: {error}.") from error
         return found
 
 
 class ResponseDecoder:
     """Turns a response object of the Responses API, or the events of its stream, into `SampleEvent`s.
 
-    Text is passed on in the pieces in which it arrives. Reasoning and tool calls are passed on at the end: they are
-    read from the finished output items, as if the items were the input of a later request.
+    Text becomes events as it arrives. Reasoning and tool calls become one event at the end, because they are read from
+    the finished output items, by the function that reads such items in the input of a later request.
     """
 
     def __init__(self, name: str, read_items: Callable[[list[Json]], Sequence[Message]]) -> None:
@@ -117,7 +124,7 @@ class ResponseDecoder:
         try:
             return [event for chunk in chunks if (event := self._event(chunk)) is not None]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
+            raise EngineError(f"{self._name} sent an answer in an unknown format: {error!r}.") from error
 
     def _event(self, chunk: Json) -> SampleEvent | None:
         kind = chunk.get("type")
@@ -167,13 +174,14 @@ class ResponseDecoder:
 
 
 def _response_id(response: Json) -> str | None:
-    """Return the provider's id of a response. It is recorded at once: an answer that breaks off can be retrieved."""
+    """Return the provider's id of a response. It is recorded with the first event, because a response that breaks off
+    can be retrieved by its id."""
     identity = response.get("id")
     return identity if isinstance(identity, str) else None
 
 
 def _item_ids(items: Sequence[Json], calls: Sequence[ToolCall]) -> Json:
-    """Return the ids of output items with the places of the items in the record (`CallRecord.response_items`)."""
+    """Return, for each output item's id, the name of the item in the record (see `CallRecord.response_items`)."""
     places: Json = {call.id: f"fc_{number}" for number, call in enumerate(calls)}
     places |= {"message": "msg_0", "reasoning": "rs_0"}
     found = {}

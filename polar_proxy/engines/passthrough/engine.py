@@ -3,9 +3,9 @@
 Promises:
 
 * The agent gets the provider's status and every byte of its body, in order, whether Polar can read them or not. An
-  answer that Polar cannot read completely is recorded up to that place, with the finish reason `unread`.
-* The agent's own key is in the request's headers in memory only, for the time of the call.
-* A request is sent once. Retries are the agent's.
+  answer that Polar cannot read completely is recorded up to the unreadable chunk, with the finish reason `unread`.
+* The agent's own key is held in memory only, in the request's headers, for the time of the call.
+* A request is sent once. Retries are left to the agent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 from urllib.parse import unquote
 
 import orjson
@@ -20,19 +22,21 @@ import orjson
 from polar_proxy.engines.base import Engine, ExactPrompt
 from polar_proxy.engines.hosted.base import hosted_info
 from polar_proxy.engines.http_client import HttpClient, HttpResponse
-from polar_proxy.engines.openai_client import CONNECT_SECONDS, KEEPALIVE_SECONDS, AnswerDecoder
+from polar_proxy.engines.openai_client import CONNECT_SECONDS, KEEPALIVE_SECONDS
 from polar_proxy.engines.passthrough.answers import BodyReader, error_in, is_end, make_decoder
 from polar_proxy.errors import EngineError, ProviderError, RequestError
 from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PROVIDER_HOSTS = {
     "anthropic_messages": "api.anthropic.com",
     "google_generate_content": "generativelanguage.googleapis.com",
 }
-"""The host for requests of a dialect that name no host, because the agent's base URL is that of Polar."""
+"""dialect -> the provider's host for requests that name none, because the agent's base URL is Polar's."""
 OPENAI_HOST = "api.openai.com"
 _CONTEXT_LENGTH = 200_000
 """The context length in tokens that is reported to harnesses, because the model is not known before a request."""
@@ -40,9 +44,10 @@ _NOT_SENT = frozenset(
     {b"host", b"connection", b"content-length", b"transfer-encoding", b"accept-encoding", b"content-encoding"}
     | {b"keep-alive", b"te", b"trailer", b"upgrade", b"proxy-authorization", b"proxy-connection", b"expect"}
 )
-"""Headers that belong to one connection. The answer is asked for without compression, so that it can be read."""
+"""Request headers that are not passed on: those of one connection, and `accept-encoding`, because Polar cannot read a
+compressed answer."""
 _KEYS_OF_POLAR = ("sk-polar-", "polar-admin-", "polar-trainer-", "polar_view=")
-"""Beginnings of the keys of sessions, of the API, and of the cookie of the pages."""
+"""Texts that show one of Polar's own keys: the prefixes of session and API keys, and the web page's cookie."""
 _MOST_HOSTS = 64
 """Maximum number of hosts whose connections are kept, because agents can name any number of hosts."""
 _NOT_RETURNED = frozenset({"connection", "content-length", "transfer-encoding", "keep-alive", "trailer", "upgrade"})
@@ -51,7 +56,7 @@ _INFO = hosted_info("passthrough", "1", "the-provider's", _CONTEXT_LENGTH, "prov
 
 class PassthroughEngine(Engine):
     def __init__(self, url: str | None = None) -> None:
-        """`url`: send all requests to this server in place of the providers' own hosts."""
+        """`url`: send all requests to this server instead of the providers' own hosts."""
         self._url = None if url is None else url.rstrip("/")
         self._clients: dict[str, HttpClient] = {}
 
@@ -69,20 +74,19 @@ class PassthroughEngine(Engine):
         raw = request.raw
         if raw is None:
             raise RequestError("The passthrough engine samples nothing: only agents' requests can be passed on.")
-        decoder = _LenientDecoder(make_decoder(raw, request), raw)
+        answer = _AnswerReader(raw, request)
         pieces = self._over_http(raw) if raw.exchange is None else raw.exchange(self.url_of(raw.host), raw)
-        async for piece, chunks in pieces:
-            for event in decoder.feed(chunks):
+        async for piece in pieces:
+            for event in answer.feed(piece):
                 yield event
-            yield SampleEvent(raw=replace(piece, last=piece.last or any(map(is_end, chunks))))
-            error = next(filter(None, map(error_in, chunks)), None)
-            if error is not None:
-                raise ProviderError(f"{raw.host} failed: {error.get('message') or error}", status=502)
-        for event in decoder.end():
+            yield SampleEvent(raw=replace(piece, last=answer.ended))
+            if answer.error is not None:
+                raise ProviderError(f"{raw.host} failed: {answer.error.get('message') or answer.error}", status=502)
+        for event in answer.end():
             yield event
 
-    async def _over_http(self, raw: ProviderRequest) -> AsyncIterator[tuple[ProviderPiece, list[dict[str, object]]]]:
-        """Send a request, and yield each piece of its answer with the JSON objects that the piece completes.
+    async def _over_http(self, raw: ProviderRequest) -> AsyncIterator[ProviderPiece]:
+        """Send a request, and yield the pieces of its answer: the first has the headers, and the last is empty.
 
         Raises ProviderError for an error status, and EngineError if the connection breaks.
         """
@@ -92,19 +96,17 @@ class PassthroughEngine(Engine):
             if response.status >= 400:
                 body = await response.read()
                 raise ProviderError(_message(body, response.status), status=response.status, headers=headers, body=body)
-            reader = BodyReader(response.headers.get("content-type", ""), f"The provider at {raw.host}")
-            compressed = "content-encoding" in response.headers
-            yield ProviderPiece(b"", headers=headers, status=response.status), []
+            yield ProviderPiece(b"", headers=headers, status=response.status)
             while data := await response.read_some():
-                yield ProviderPiece(data), [] if compressed else reader.feed(data)
-            yield ProviderPiece(b""), [] if compressed else reader.end()
+                yield ProviderPiece(data)
+            yield ProviderPiece(b"", last=True)
         except OSError as error:
             raise EngineError(f"The connection to {raw.host} broke off: {error}.") from error
         finally:
             response.close()
 
     async def forward(self, method: str, raw: ProviderRequest) -> AsyncGenerator[ProviderPiece, None]:
-        """Send a request that is no model call, and yield the pieces of its response, whatever the status.
+        """Send a request other than a model call, and yield the pieces of its response, whatever the status.
 
         The first piece has the status and the headers. Raises EngineError if the connection breaks.
         """
@@ -147,37 +149,48 @@ class PassthroughEngine(Engine):
         return None
 
 
-class _LenientDecoder:
-    """Decodes a provider's answer for the record, up to the first chunk that it cannot read.
+class _AnswerReader:
+    """Reads the pieces of a provider's answer for the record, up to the first that Polar cannot read.
 
-    Such a chunk does not end the answer that the agent gets.
+    Such a piece does not end the answer that the agent gets. After it, only the end and errors are looked for.
     """
 
-    def __init__(self, decoder: AnswerDecoder, raw: ProviderRequest) -> None:
-        self._decoder = decoder
+    def __init__(self, raw: ProviderRequest, request: EngineRequest) -> None:
         self._host = raw.host
+        self._body: BodyReader | None = None
+        self._decoder = make_decoder(raw, request)
         self._unread = False
+        self.ended = False
+        """Whether the answer ends in the piece that was fed last."""
+        self.error: Json | None = None
+        """The error that the provider reports in that piece."""
 
-    def feed(self, chunks: list[dict[str, object]]) -> list[SampleEvent]:
-        if self._unread or not chunks or any(map(error_in, chunks)):
+    def feed(self, piece: ProviderPiece) -> list[SampleEvent]:
+        if self._body is None:  # the first piece has the headers
+            self._body = BodyReader(dict(piece.headers), self._host)
+        chunks = self._read(partial(self._body.feed, piece.data, last=piece.last))
+        self.ended = piece.last or any(map(is_end, chunks))
+        self.error = next(filter(None, map(error_in, chunks)), None)
+        if self._unread or self.error is not None or not chunks:
             return []
-        return self._read(lambda: self._decoder.feed(chunks))
+        return self._read(partial(self._decoder.feed, chunks))
 
     def end(self) -> list[SampleEvent]:
         events = [] if self._unread else self._read(self._decoder.end)
         return [SampleEvent(finish_reason="unread")] if self._unread else events
 
-    def _read(self, read: Callable[[], list[SampleEvent]]) -> list[SampleEvent]:
+    def _read(self, read: Callable[[], list[T]]) -> list[T]:
         try:
             return read()
         except (EngineError, RequestError) as error:
+            if not self._unread:
+                log.warning("an answer of %s was passed on, but could not be read: %s", self._host, error)
             self._unread = True
-            log.warning("an answer of %s was passed on, but could not be read: %s", self._host, error)
             return []
 
 
 def headers_to_send(raw: ProviderRequest) -> list[tuple[bytes, bytes]]:
-    """Return the request's headers without those of its connection.
+    """Return the request's headers without those of the connection between agent and Polar.
 
     Raises RequestError if the agent sent a key of Polar instead of its own.
     """
@@ -194,13 +207,13 @@ def headers_to_send(raw: ProviderRequest) -> list[tuple[bytes, bytes]]:
 
 
 def _returned_headers(response: HttpResponse) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the headers of a response without those of its connection."""
+    """Return a response's headers without those of the connection to the provider."""
     kept = [(name, value) for name, value in response.headers.items() if name not in _NOT_RETURNED]
     return tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in kept)
 
 
 def _message(body: bytes, status: int) -> str:
-    """Return the text of an error body."""
+    """Return the error message in an error body, at most 2000 characters."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -25,9 +25,9 @@ class _Connect(connect):
 
 
 class ProviderWebSocket:
-    """A WebSocket to a provider, with the lifetime of one WebSocket of an agent: call `close` at its end.
+    """A WebSocket to a provider, one for each WebSocket of an agent. Call `close` when the agent's ends.
 
-    It is opened by `open`, or for the first request that is passed on.
+    It is connected by `open`, or else by the first `exchange`.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class ProviderWebSocket:
         self._url = ""
 
     async def open(self, url: str, raw: ProviderRequest) -> ClientConnection:
-        """Connect to the provider, unless that was done before. `url`: that of its server.
+        """Connect to the provider's server at `url`, or return the connection that exists already.
 
-        Raises ProviderError if it refuses, EngineError if it cannot be reached, RequestError if the agent sent a key of
-        Polar.
+        Raises ProviderError if the provider refuses, EngineError if it cannot be reached, RequestError if the agent
+        sent a key of Polar.
         """
         if self._connection is not None and self._url == url:
             return self._connection
@@ -64,21 +64,21 @@ class ProviderWebSocket:
         self._connection, self._url = connection, url
         return connection
 
-    async def exchange(self, url: str, raw: ProviderRequest) -> AsyncIterator[tuple[ProviderPiece, list[Json]]]:
-        """Send a request, and yield the messages up to the last one of its answer. Raises as `open` does.
+    async def exchange(self, url: str, raw: ProviderRequest) -> AsyncIterator[ProviderPiece]:
+        """Send a request, and yield the messages of its answer. Raises as `open` does.
 
-        Each is a piece in the form of a server-sent event, as the gateway's WebSocket takes it.
+        Each message is written as a server-sent event, which is the format that the gateway's WebSocket reads.
         """
         connection = await self.open(url, raw)
-        yield ProviderPiece(b"", headers=((b"content-type", b"text/event-stream"),)), []
+        yield ProviderPiece(b"", headers=((b"content-type", b"text/event-stream"),))
         try:
             await connection.send(raw.body.decode())
             while True:
                 message = await connection.recv()
                 data = message.encode() if isinstance(message, str) else message
-                event = orjson.loads(data)
+                event = _object_in(data)
                 name = str(event.get("type", "message")).encode()
-                yield ProviderPiece(b"event: " + name + b"\ndata: " + data + b"\n\n"), [event]
+                yield ProviderPiece(b"event: " + name + b"\ndata: " + data + b"\n\n")
                 if is_end(event):
                     return
         except (ConnectionClosed, OSError) as error:
@@ -88,3 +88,12 @@ class ProviderWebSocket:
         if self._connection is not None:
             await self._connection.close()
             self._connection = None
+
+
+def _object_in(message: bytes) -> Json:
+    """Return the JSON object that a message is, or {} for any other message, which is passed on all the same."""
+    try:
+        value: object = orjson.loads(message)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}

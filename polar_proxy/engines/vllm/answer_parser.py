@@ -9,9 +9,9 @@ server when the engine was entered (`parser_proof.py`): on a set of answers it a
   route does.
 * `DerenderAnswerParser`: the server's own parser at `/v1/chat/completions/derender` (vLLM with `--enable-scale-out`).
   A whole answer is parsed in one request. For a stream, the server parses the answer from its beginning at each
-  request, so the requests are sent at growing intervals: all of them together parse an answer about eight times, and
-  up to the last eighth of the answer so far is not passed on yet. Some of vLLM's parsers lose a call that arrives in
-  one piece; a stream of such a server is parsed as a whole at its end.
+  request, so the requests are sent at growing intervals. In all, the server does the work of parsing the answer about
+  eight times, and at any moment at most the newest eighth of the answer is still held back. Some of vLLM's parsers lose
+  a call that arrives in one piece; a stream of such a server is parsed as a whole at its end.
 
 Invariant: ids, log-probabilities and their order are those of the events given; only text, reasoning, tool calls and
 the finish reason change.
@@ -40,7 +40,7 @@ from polar_proxy.types import (
 )
 
 _DERENDER_INTERVAL = 8
-"""The server's parser is asked when at least this many tokens, and at least an eighth of the answer, are new."""
+"""A request to the derender route is sent once this many tokens, and an eighth of the answer, are unparsed."""
 
 PromptTail = Literal["open", "closed", "none"]
 """Whether a prompt's last tokens open reasoning, close it, or do neither."""
@@ -73,10 +73,10 @@ class AnswerParser:
     """Parser of one answer (all choices of one call)."""
 
     constrained = False
-    """The answer is sampled under a grammar that belongs to the server's parser."""
+    """True if the answer is sampled under a grammar that belongs to the server's parser."""
 
     async def open(self, body: Json) -> Json:
-        """Prepare to parse, and return the body of the completion request as this parser needs it."""
+        """Prepare to parse, and return the body of the completion request with the fields that this parser needs."""
         return body
 
     async def parse(self, event: SampleEvent) -> SampleEvent:
@@ -84,7 +84,7 @@ class AnswerParser:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Forget the answer. May be called more than once."""
+        """Release what the parser holds for this answer. May be called more than once."""
 
 
 def make_answer_parser(
@@ -185,7 +185,7 @@ class ProcessAnswerParser(AnswerParser):
 
 @dataclass(slots=True)
 class _DerenderState:
-    """Progress of one choice: its unparsed tokens, its number of tokens, and the server's own parser state."""
+    """Progress of one choice: its unparsed token ids, its number of tokens, and the server's own parser state."""
 
     pending: list[int]
     count: int = 0
@@ -240,7 +240,7 @@ class DerenderAnswerParser(AnswerParser):
         try:
             message: Json = answer["choices"][0]["message"]
         except (KeyError, TypeError, IndexError) as error:
-            raise EngineError(f"{self._client.name} parsed an answer into an unknown shape: {error!r}.") from error
+            raise EngineError(f"{self._client.name} parsed an answer into an unknown format: {error!r}.") from error
         return message, "tool_calls" if finish == "stop" and message.get("tool_calls") else finish
 
     async def _derender(self, choice: _DerenderState, index: int, finish: str | None) -> tuple[Json, str | None]:
@@ -258,7 +258,7 @@ class DerenderAnswerParser(AnswerParser):
             choice.server_state = answer["stream_state"]
             choices: list[Json] = answer["chunk"]["choices"]
         except (KeyError, TypeError) as error:
-            raise EngineError(f"{self._client.name} parsed an answer into an unknown shape: {error!r}.") from error
+            raise EngineError(f"{self._client.name} parsed an answer into an unknown format: {error!r}.") from error
         if not choices:
             return {}, finish
         return choices[0].get("delta") or {}, choices[0].get("finish_reason")

@@ -51,7 +51,7 @@ _METRIC = re.compile(rf"^({'|'.join((*_KV_USAGE, _WAITING, _RUNNING))})(?:\{{[^\
 
 
 class SeparateChunkDecoder(ChunkDecoder):
-    """Decoder whose events are the server's chunks, also if one read of the socket brings several of them."""
+    """Decoder that returns one event for each of the server's chunks, even if one read of the socket has several."""
 
     def feed(self, chunks: Iterable[Json]) -> list[SampleEvent]:
         return [event for chunk in chunks for event in super(SeparateChunkDecoder, self).feed([chunk])]
@@ -64,8 +64,8 @@ class VllmClient(OpenAIClient):
         super().__init__(url, api_key)
         self.model = model or ""
         self.renderer: ParserProcess | None = None
-        """The side process that renders conversations, if the server's `/tokenize` renders them otherwise than its chat
-        route. The probe sets it."""
+        """The side process that renders conversations, if the server's `/tokenize` and its chat route render them
+        differently. The probe sets it."""
 
     async def send(self, method: str, path: str, body: Json | None = None, **options: Any) -> HttpResponse:
         body = None if body is None else {"model": self.model, **body}
@@ -190,10 +190,8 @@ class TokenTexts:
     """
 
     def __init__(self, client: VllmClient, separator: int | None) -> None:
-        """`separator`: a special token whose text occurs in no other token, or None.
-
-        With it between them, many tokens are decoded in one request. Without it, each token needs a request.
-        """
+        """`separator`: a special token whose text occurs in no other token. It is put between tokens to decode many in
+        one request. If it is None, each token needs a request."""
         self._client = client
         self._separator = separator
         self._table: dict[int, str] = {}

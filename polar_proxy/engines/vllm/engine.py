@@ -157,7 +157,7 @@ class VllmEngine(LocallyRenderingEngine):
         tokens.
         """
         if is_constrained(request, self.info):
-            raise CannotContinueError("a grammar constrains the answer, which the server supports for chats only.")
+            raise CannotContinueError("a grammar constrains the answer; the server allows this on its chat route only.")
         parsers = self._server.parsers
         if not isinstance(parsers, ParserProofs):
             raise CannotContinueError(parsers.reason)
@@ -223,8 +223,8 @@ class VllmEngine(LocallyRenderingEngine):
     ) -> list[SampleEvent]:
         """Return an answer's events with the texts of alternative tokens (`top_logprobs`), if these were requested.
 
-        With `prompt`, the request was made of token ids: the server parsed nothing then, so parse reasoning and tool
-        calls here. Raises EngineError if the server did not use the ids of `prompt`.
+        With `prompt`, the request was a completion, whose text the server does not parse, so reasoning and tool calls
+        are parsed here. Raises EngineError if the server did not use the ids of `prompt`.
         """
         if events and request.sampling.top_logprobs:
             events = await self._texts.add_texts(events)
@@ -239,9 +239,9 @@ class VllmEngine(LocallyRenderingEngine):
         return [await prompt.parser.parse(event) for event in events]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """Implement `Engine.render` in the way that gave the ids of the chat route when the engine was probed.
+        """Implement `Engine.render` by `VllmClient.render`, if the probe found that it gives the chat route's ids.
 
-        If no way did, sample one token by the chat route and return the prompt ids in its answer.
+        If it does not, sample one token by the chat route and return the prompt ids in its answer.
         """
         if self._server.renders:
             return await self.client.render(render_body(request, generation=generation))
@@ -296,5 +296,5 @@ class VllmEngine(LocallyRenderingEngine):
         return self._weight_version
 
     def weights_changed(self) -> None:
-        """Ask the server for its policy version the next time it is needed."""
+        """Discard the known policy version, so that the server is asked for it when it is needed next."""
         self._weights_changed_at = time.monotonic()

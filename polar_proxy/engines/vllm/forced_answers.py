@@ -58,15 +58,15 @@ class ForcedAnswer:
     sampled: tuple[int, ...] = ()
     """All ids, with the one that ended the answer."""
     chunks: tuple[int, ...] = ()
-    """Number of the ids of `sampled` in each chunk of the server's stream. Some parsers read the same ids
-    differently if they come in other chunks."""
+    """How many ids of `sampled` each chunk of the server's stream had. Some parsers parse the same ids differently if
+    they come in other chunks."""
     prompt: tuple[int, ...] = ()
     own: bool = False
-    """True for a tool call in the template's own form, or in the form that the server's grammar for tool calls forced
-    instead."""
+    """True for a tool call in the form that the template writes, or in the form that the server's own grammar for tool
+    calls forces in its place."""
     cut: bool = False
-    """True if `max_tokens` cut a tool call. The chat route reads it in one way in a stream and in another in a whole
-    answer."""
+    """True if `max_tokens` cut the answer. The chat route parses a cut tool call in one way in a stream and in another
+    in a whole answer."""
 
     @property
     def raw_finish(self) -> str:
@@ -88,7 +88,8 @@ class ForcedAnswer:
 
 
 def unforced(answers: Sequence[ForcedAnswer], optional: set[str]) -> str | None:
-    """Return a message about the first text that was not sampled although forced; None if all were sampled."""
+    """Return a message about the first text that the server did not sample although it was forced to; None if it
+    sampled all. Texts of the answers named in `optional` may be missing."""
     missing = [answer.name for answer in answers if answer.wanted not in answer.text and answer.name not in optional]
     if not missing:
         return None
@@ -106,7 +107,7 @@ def matching_reasoning_mode(answers: Sequence[ForcedAnswer], *, tools: bool) -> 
         if not wrong[mode]:
             return mode, None
     nearest = min(wrong, key=lambda mode: len(wrong[mode]))
-    return None, f"Its chat route parses {wrong[nearest][0].name} otherwise than the Hermes parser."
+    return None, f"Its chat route and the Hermes parser parse {wrong[nearest][0].name} differently."
 
 
 def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> ParsedAnswer:

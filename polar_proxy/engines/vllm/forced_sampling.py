@@ -1,10 +1,10 @@
-"""Make a server sample given answers by its chat route. How a text is forced:
+"""Make a server sample given answers by its chat route. Different texts are forced in different ways:
 
-* An answer in the template's own form by a grammar of its token ids (`own_forms.forcing`).
-* Text and tool calls by `structured_outputs: {"choice": [text]}`. With a reasoning parser, vLLM applies this grammar
-  only after the reasoning; a bias for the `</think>` token ends the reasoning at once.
-* Reasoning by descending biases for `<think>`, a letter and `</think>`. A repetition penalty excludes each token once
-  it was sampled, so that each comes once and in this order.
+* An answer as the template writes it is forced by a grammar of its token ids (`own_forms.forcing`).
+* Text and Hermes tool calls are forced by `structured_outputs: {"choice": [text]}`. With a reasoning parser, vLLM
+  applies this grammar only after the reasoning; a bias for the `</think>` token ends the reasoning at once.
+* Reasoning is forced by descending biases for `<think>`, a letter and `</think>`. A repetition penalty excludes each
+  token once it was sampled, so that each comes once and in this order.
 
 The ids show whether a text was really sampled.
 """
@@ -51,7 +51,7 @@ from polar_proxy.errors import EngineError
 from polar_proxy.types import Json, SampleEvent
 
 _TOGETHER = 8
-"""Number of answers that the server is made to sample at a time."""
+"""Maximum number of requests to the server at a time."""
 _ALTERNATIVES = 5
 
 
@@ -65,7 +65,7 @@ class ForcedSampling:
         self._tools = tools
         self._slots = asyncio.Semaphore(_TOGETHER)
         self.tags: dict[str, tuple[int, ...]] = {}
-        """The tokens of the tags of reasoning and calls and of the texts that biases refer to, after `encode_tags`."""
+        """Token ids of the tags of reasoning and calls, and of other texts that get biases. Set by `encode_tags`."""
 
     async def encode_tags(self) -> None:
         if not self.tags:
@@ -89,7 +89,8 @@ class ForcedSampling:
         return ForcedAnswer(name, wanted, ids, parsed, sampled=sampled, chunks=chunks)
 
     def _bias(self, **biases: float) -> Json:
-        """Return `logit_bias` from biases by their names in `texts`. A tag of more than one token gets no bias."""
+        """Return the field `logit_bias`. The keys of `biases` are those of `texts`; a text of several tokens gets no
+        bias."""
         texts = {"think": THINK, "letter": LETTER, "thought": END_THINK, "call": CALL, "called": END_CALL}
         tokens = {self.tags[texts[name]]: bias for name, bias in biases.items()}
         return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}
@@ -97,9 +98,9 @@ class ForcedSampling:
     async def force_form(
         self, form: OwnForm, end_of_reasoning: int | None, frame: Json, conversation: Conversation | None = None
     ) -> ForcedAnswer | None:
-        """Return the server's answer when it is made to sample `form`; None if it refuses the request.
+        """Make the server sample `form` as its answer to `conversation` (default: USER), and return the answer.
 
-        The server answers `conversation`, by default the conversation USER.
+        Returns None if the server refuses the request.
         """
         name = form.name if conversation is None else form.name + conversation.place
         messages = {} if conversation is None else {"messages": conversation.messages}
@@ -114,7 +115,8 @@ class ForcedSampling:
         return replace(answer, prompt=conversation.prompt, cut=True)
 
     async def special_answer(self, frame: Json) -> ForcedAnswer:
-        """Make the server answer with special tokens only. Its text is empty unless `frame` makes chats show them."""
+        """Make the server answer with special tokens only. The answer's text is empty unless chats with the fields
+        `frame` show special tokens."""
         body = {"logit_bias": {str(self._end): 100}, "max_tokens": 2, "ignore_eos": True}
         return replace(await self._chat("special tokens", "", frame | body), cut=True)
 
@@ -148,7 +150,7 @@ class ForcedSampling:
         return [answer for answer in await asyncio.gather(*requests) if answer is not None]
 
     async def force_own_forms(self, frame: Json, conversations: Sequence[Conversation]) -> list[ForcedAnswer]:
-        """Sample answers with and without tool calls in the template's own form, in each of these conversations."""
+        """Sample answers as the template writes them, with and without tool calls, in each of these conversations."""
         if not self._tools:
             return []
         render = partial(self.render, frame=frame)
@@ -166,12 +168,12 @@ class ForcedSampling:
                     return replace(answer, own=own, cut=form.cut)
             return None
 
-        forms.append(OwnForm("plain text in its template's form", tuple(plain), ()))
+        forms.append(OwnForm("plain text in its template's format", tuple(plain), ()))
         forced = await asyncio.gather(*(force(form, each) for each in conversations for form in forms))
         return [answer for answer in forced if answer is not None]
 
     async def open_reasoning(self, frame: Json) -> ForcedAnswer | None:
-        """Sample an answer that begins as the template writes reasoning, and is cut off after some letters of it.
+        """Sample an answer that begins with reasoning as the template writes it, and is cut after a few letters.
 
         Returns None if the server samples something else. Used for servers whose grammar also covers the tokens before
         the answer's text, and allows reasoning there (gpt-oss).
@@ -235,16 +237,17 @@ class ForcedSampling:
 async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
     """Return whether the chat route samples requests with tools under a grammar of the server's own.
 
-    Such a grammar is an alternative to one that the request gives (`--tool-strict-level function`), or it replaces that
-    one (GLM's and Cohere's parsers). So a request gives a grammar that allows one text only, and asks for the most
-    likely tokens where that text begins. The server has its own grammar in three cases:
+    The server allows its grammar as an alternative to the request's (`--tool-strict-level function`), or in place of
+    the request's (GLM's and Cohere's parsers). So this function sends a request with tools and a grammar that allows
+    one text only, and looks at the most likely tokens where that text begins. The server has a grammar of its own in
+    three cases:
 
-    * The text was sampled, but a second token was allowed.
-    * The text was not sampled, and without tools it is.
+    * The text is sampled, but a second token was allowed as well.
+    * The text is not sampled, but without tools it is.
     * The text is sampled neither way, and tokens are forbidden with tools only. (gpt-oss reasons before the text, under
       a grammar of vLLM's that does not depend on tools.)
 
-    Returns False if that cannot be found out. `renders`: the client renders conversations.
+    Returns False if the server refuses the requests. `renders`: whether the client can render conversations.
     """
     plain, unwanted = await asyncio.gather(*(unless_refused(client.encode(text)) for text in (PLAIN, UNWANTED)))
     if plain is None or unwanted is None:

@@ -1,7 +1,7 @@
-"""Answers in the form of a server's own chat template, and the requests that make the server sample them.
+"""Answers as a server's own chat template writes them ("own forms"), and requests that make the server sample them.
 
-A template shows how its model writes a tool call: the conversation is rendered with an answer that calls a tool, and
-what follows the opening of the answer is the call's tokens. The server is made to sample exactly these tokens by a
+A template shows how its model writes a tool call: if a conversation is rendered with an answer that calls a tool, the
+tokens after the opening of the answer are those of the call. The server is made to sample exactly these tokens by a
 grammar that is a sequence of token ids, so control tokens can be forced too. With a reasoning parser, vLLM applies a
 grammar only after the reasoning; a bias for the token that ends the template's reasoning ends it at once.
 """
@@ -70,7 +70,7 @@ class Conversation:
     messages: list[Json]
     prompt: tuple[int, ...]
     place: str = ""
-    """Words to append to the names of its answers, such as " after a tool call"."""
+    """Text to append to the names of answers to this conversation, such as " after a tool call"."""
 
 
 def call_turn(arguments: Sequence[Json], content: str = "") -> Json:
@@ -83,7 +83,7 @@ def call_turn(arguments: Sequence[Json], content: str = "") -> Json:
 
 
 def after_call(user: list[Json]) -> list[Json]:
-    """Return the conversation `user` with an answer that reasons and calls a tool, and the tool's result."""
+    """Return the messages `user`, followed by an answer that reasons and calls a tool, and by the tool's result."""
     turn = call_turn(ARGUMENTS[:1]) | {"reasoning": REASONING, "reasoning_content": REASONING}
     return [*user, turn, {"role": "tool", "tool_call_id": CALL_IDS[0], "content": "1 2 3"}]
 
@@ -97,12 +97,12 @@ async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]
     one, other = ARGUMENTS
     out = []
     for name, arguments, content in (
-        ("a call in its template's form", (one,), ""),
-        ("text and a call in its template's form", (one,), CONTENT),
-        ("two calls in its template's form", (one, other), ""),
-        ("an awkward call in its template's form", (other,), ""),
-        ("awkward text and a call in its template's form", (one,), AWKWARD_CONTENT),
-        ("a call with arguments of several types in its template's form", (TYPED_ARGUMENTS,), ""),
+        ("a call in its template's format", (one,), ""),
+        ("text and a call in its template's format", (one,), CONTENT),
+        ("two calls in its template's format", (one, other), ""),
+        ("an awkward call in its template's format", (other,), ""),
+        ("awkward text and a call in its template's format", (one,), AWKWARD_CONTENT),
+        ("a call with arguments of several types in its template's format", (TYPED_ARGUMENTS,), ""),
     ):
         whole = await unless_refused(render([*user, call_turn(arguments, content)], False))
         if whole is None:
@@ -111,7 +111,7 @@ async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]
         out.append(OwnForm(name, tuple(ids[: ids.index(end)] if end in ids else ids), arguments))
     if out:
         half = out[0].ids[: max(1, len(out[0].ids) * 2 // 3)]
-        out.append(OwnForm("a cut call in its template's form", half, (), cut=True))
+        out.append(OwnForm("a cut call in its template's format", half, (), cut=True))
     return out
 
 

@@ -1,11 +1,11 @@
 """vLLM's own answer parsers in a side process, which runs `parser_worker.py` in vLLM's environment.
 
-It reads answers as the server's chat route does, without a request to the server: 0.02 to 0.3 ms for each token.
+It parses answers as the server's chat route does, without a request to the server, in 0.02 to 0.3 ms for each token.
 
-* One process for each engine. It is started when the engine is entered, and holds about 550 MB.
-* Requests are answered in order. A reply that takes longer than `REPLY_SECONDS` ends the process.
+* Each engine has one process. It is started when the engine is entered, and needs about 550 MB of memory.
+* Requests are answered in order. If a reply takes longer than `REPLY_SECONDS`, the process is killed.
 * If the process ends, all answers that it was parsing fail with EngineError, and the next answer starts a new process.
-  No answer is ever parsed by anything else instead.
+  Another parser is never used in its place.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class ParserProcess:
         self._numbers = itertools.count()
         self._open = 0
         self.starts = 0
-        """How often the process was started. An answer is parsed by the start in which it began, or fails."""
+        """Number of times that the process was started. An answer that began before the last start fails."""
         self.version = ""
         """vLLM's version."""
         self.stop_ids: list[int] = []
         """The stop tokens of the tokenizer and of the model's generation config."""
         self.reasoning_tags: list[tuple[str, str]] = []
-        """The texts around reasoning of all reasoning parsers that fit the model."""
+        """Pairs of texts that begin and end reasoning, from all reasoning parsers that work with the model."""
 
     async def __aenter__(self) -> Self:
         await self.ensure_started()
@@ -96,7 +96,7 @@ class ParserProcess:
     ) -> list[Parsers]:
         """Return the pairs of parsers that parse all samples of a server's answers as the server did.
 
-        Only the pairs `parsers` are tried, in their order. If there are none given, every pair that vLLM has is tried:
+        Only the pairs `parsers` are tried, in their order. If `parsers` is None, every pair that vLLM has is tried:
         first those without a reasoning parser, then the others. Within both groups, the pairs are ordered by how much
         the two names resemble the model type and each other.
         """
@@ -107,11 +107,11 @@ class ParserProcess:
     async def distinguish(
         self, request: Json, prompts: Sequence[Sequence[int]], answers: Json, parsers: Sequence[Parsers], seed: int
     ) -> list[tuple[int, list[int]]]:
-        """Return answers that these pairs of parsers parse differently, each as (index in `prompts`, tokens).
+        """Return random answers that these pairs of parsers parse differently, each as (index in `prompts`, ids).
 
-        They are random variations of given answers; none is returned if none was found. `answers` has `start`, the
-        tokens with which every answer begins, `bodies`, which are varied, and `stop`, the token that ends every answer.
-        Start and stop are not in what is returned.
+        The answers are variations of given ones: `answers` has `start`, the ids with which each answer begins,
+        `bodies`, the ids that are varied, and `stop`, the id that ends each answer. The returned ids are without start
+        and stop. The list is empty if no such answer was found.
         """
         await self.ensure_started()
         line = {"op": "distinguish", "request": request, "prompts": prompts, "answers": answers, "seed": seed}
@@ -121,7 +121,7 @@ class ParserProcess:
     async def render(self, bodies: Sequence[Json]) -> list[RenderedChat]:
         """Render conversations as the chat route does. Raises RequestError for a conversation that vLLM refuses.
 
-        A body is that of a chat; `add_generation_prompt: false` leaves out the tokens that open the answer.
+        `bodies`: those of chat requests; `add_generation_prompt: false` leaves out the tokens that open the answer.
         """
         await self.ensure_started()
         reply = await self._ask({"op": "render", "requests": list(bodies)}, START_SECONDS)
@@ -150,7 +150,7 @@ class ParserProcess:
         return await self._ask(line)
 
     def close(self, stream: ParsedStream) -> None:
-        """Tell the process to forget an answer, without waiting for its reply. A cancelled task may call this."""
+        """Make the process release an answer, without waiting for its reply. A cancelled task may call this."""
         if stream.start == self.starts and self._process is not None:
             self._open -= 1
             self._send({"op": "close", "answer": stream.number})
@@ -265,7 +265,7 @@ class ParsedStream:
 
 
 def read_parsers(text: str | None) -> Parsers | None:
-    """Return the parsers that a text `TOOL/REASONING` names; either may be empty."""
+    """Return the parsers that the text `TOOL/REASONING` names. Either name may be empty, which means no such parser."""
     if text is None:
         return None
     tool, _, reasoning = text.partition("/")

@@ -1,6 +1,6 @@
 """Prove that Polar parses answers as the server's own chat route does: make the server sample given texts, and compare.
 
-The answers are plain text, reasoning, tool calls in the template's own form (`own_forms.py`), Hermes calls, awkward
+The answers are plain text, reasoning, tool calls in the template's own format (`own_forms.py`), Hermes calls, awkward
 JSON, ... The chat route's result for each is compared with a parser's result for the same ids. Only a parser that
 agreed on all of them is used to continue conversations from exact ids. White space around text and reasoning is not
 compared.
@@ -8,8 +8,8 @@ compared.
 These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
 given texts were sampled. The others are vLLM's own code and are compared on whatever was sampled. If tool calls in the
-template's own form were sampled, the chat route must have read at least one of them as a call. Some of the server's
-parsers replace Polar's grammar by their own; then the calls that were sampled under theirs are compared. If no call was
+template's own format were sampled, the chat route must have parsed at least one of them as a call. Some of the server's
+parsers put a grammar of their own in place of Polar's; then the calls sampled under it are compared. If no call was
 sampled, it is unknown which of vLLM's parsers the server uses.
 
 The server is made to answer both a first message and a tool's result, because some parsers look at the history. If
@@ -78,8 +78,8 @@ _OWN_GRAMMAR = (
 )
 _PIECES = 8
 _ROUNDS = 4
-"""In a round, the server samples answers that the remaining pairs of parsers read differently. After this many rounds
-in a row that rule out no pair, there are no further rounds."""
+"""Maximum number of rounds in a row that rule out no pair of parsers. In a round, the server samples answers that the
+remaining pairs parse differently."""
 
 
 class ParserProofs:
@@ -107,7 +107,7 @@ class ParserProofs:
         self._sampling = ForcedSampling(client, end=end, tools=tools)
         self._proved: dict[bytes, ParserConfig | CannotContinueError] = {}
         self.adds_grammar = adds_grammar
-        """Also set if the server samples a tool call although a grammar allows only a text."""
+        """Set to True as well if the server samples a tool call although the request's grammar allows only a text."""
         self._lock = asyncio.Lock()
 
     async def config_for(self, options: Mapping[str, Any], prompt: TokenIds) -> ParserConfig:
@@ -125,9 +125,9 @@ class ParserProofs:
     async def constrains(self, request: ChatRequest) -> bool:
         """Return whether the chat route samples the answer to this request under a grammar of the server's parser.
 
-        Known exactly if vLLM's parsers run in the side process: they are the same under all template options. Else it
-        is assumed of requests with a strict tool, and of all requests with tools if the server was seen to add such a
-        grammar.
+        If vLLM's parsers run in the side process, they report it. (A server has the same parsers under all template
+        options.) If not, return True for requests with a strict tool, and for all requests with tools if the server
+        was seen to add such a grammar.
         """
         for options in (request.template_kwargs, {}):
             config = self._proved.get(_key(options))
@@ -210,10 +210,11 @@ class ParserProofs:
             return config
         own = [answer for answer in answers if answer.own and answer.raw_finish == "stop"]
         if own and not any(answer.parsed.calls for answer in own):
-            raise CannotContinueError(
-                f"{problem} And the server's chat route did not recognise a tool call in the chat template's form. "
+            unrecognised = (
+                "The server's chat route did not recognise a tool call in the chat template's format. "
                 "Start vLLM with the --tool-call-parser of this model."
             )
+            raise CannotContinueError(unrecognised if problem is None else f"{problem} {unrecognised}")
         if not any(answer.parsed.reasoning for answer in answers):
             reasoning = await self._sampling.open_reasoning(frame)
             answers += [] if reasoning is None else [reasoning]
@@ -227,7 +228,7 @@ class ParserProofs:
         raise CannotContinueError(" ".join([*filter(None, problems), REMEDY]))
 
     async def _misses_grammar(self, config: ParserConfig, frame: Json) -> bool:
-        """Return whether the chat route adds a grammar that Polar does not know for this configuration of vLLM."""
+        """Return whether the chat route adds a grammar that Polar cannot add itself with this configuration."""
         if not self.adds_grammar:
             return False
         request = parser_request(self._client.model, _request(frame))
@@ -243,10 +244,10 @@ class ParserProofs:
         return "open" if places[THINK] > places[END_THINK] else "closed"
 
     async def _call_form_problem(self, bare: list[int], frame: Json) -> str | None:
-        """Return why the Hermes parser cannot read tool calls in the form of the chat template, or None if it can.
+        """Return why the Hermes parser cannot read tool calls in the chat template's format, or None if it can.
 
-        The model is expected to write tool calls in that form. `bare`: the rendered tokens of the conversation without
-        the assistant's turn, which makes the tool call.
+        The model is expected to write tool calls in that format. `bare`: the token ids of the conversation before the
+        assistant's message, which makes the tool call.
         """
         if not self._tools:
             return None
@@ -256,21 +257,21 @@ class ParserProofs:
         found = [(call.name, _parse_json(call.arguments)) for call in parsed.tool_calls]
         if found == [("look", {"path": "a"})]:
             return None
-        return "The template writes tool calls in another form than Hermes'."
+        return "The template writes tool calls in another format than Hermes."
 
     async def _match_process(
         self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, conversations: list[Conversation]
     ) -> ParserConfig | str:
-        """Return `config` with the pair of vLLM's parsers that parses these answers as the chat route does.
+        """Return `config` with the only pair of vLLM's parsers that parses these answers as the chat route does.
 
-        Return the reason as a text if no pair does, if several do, or if vLLM's parsers cannot be run.
+        Return a text with the reason if no pair does, if several do, or if vLLM's parsers cannot be run.
         """
         if self.process is None:
             return "vLLM's package was not found on this machine."
         if self._tools and self._parsers is None and not any(answer.own and answer.parsed.calls for answer in answers):
             return (
-                "The server could not be made to sample a tool call in the template's form, so nothing shows which of "
-                "vLLM's parsers it uses. Name them by the setting engine.vllm_parsers, as TOOL/REASONING."
+                "The server could not be made to sample a tool call in the template's format, so it is unknown which "
+                "of vLLM's parsers it uses. Name them by the setting engine.vllm_parsers, as TOOL/REASONING."
             )
         request = parser_request(self._client.model, _request(frame))
         try:
@@ -296,11 +297,11 @@ class ParserProofs:
     async def _distinguish(
         self, found: list[Parsers], answers: list[ForcedAnswer], frame: Json, conversations: list[Conversation]
     ) -> list[Parsers]:
-        """Return those of several pairs of parsers that also parse further answers as the server does.
+        """Return the pairs of parsers among `found` that also parse further answers as the server does.
 
         The server samples answers on which the pairs differ, until one pair is left. If no such answer is found, the
-        pairs parse alike, and one is returned. Several are returned if the server cannot be made to sample an
-        answer on which they differ.
+        pairs parse alike, and one of them is returned. Several are returned if the server cannot be made to sample an
+        answer that rules some of them out.
         """
         assert self.process is not None
         request = parser_request(self._client.model, _request(frame))
@@ -330,8 +331,8 @@ class ParserProofs:
     async def _first_with_grammar(self, pairs: list[Parsers], request: Json) -> Parsers:
         """Return the first pair of parsers with which vLLM constrains the answer by a grammar; else the first pair.
 
-        If the server uses another pair, its answers are recorded as constrained without need, and not trained. If a
-        pair without a grammar were returned, constrained answers might be trained as free ones.
+        If the server in fact uses a pair without a grammar, its answers are needlessly recorded as constrained, and not
+        trained. The opposite error would be worse: constrained answers might be trained as free ones.
         """
         for pair in pairs:
             if await self._has_grammar(pair, request):
@@ -349,7 +350,8 @@ class ParserProofs:
     ) -> ParserConfig | str:
         """Return the configuration that parses with the server's route `/derender`, or why there is none.
 
-        The route must parse these answers as the chat route does: in pieces, as they are sampled, or else as a whole.
+        The route must parse these answers, whole, as the chat route does. If it also parses them alike in pieces, the
+        answers of streams are parsed in pieces, otherwise at their end.
         """
 
         async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:
@@ -366,7 +368,7 @@ class ParserProofs:
             return f"The server does not offer {DERENDER}."
         for answer in answers:
             if await derender(answer, whole) != answer.parsed:
-                return f"And {DERENDER} parses {answer.name} otherwise than its chat route."
+                return f"And {DERENDER} and its chat route parse {answer.name} differently."
         parsed = await asyncio.gather(*(unless_refused(derender(answer, pieces)) for answer in answers))
         return pieces if parsed == [answer.parsed for answer in answers] else whole
 

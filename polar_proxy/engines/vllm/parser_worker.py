@@ -3,7 +3,8 @@
     python parser_worker.py MODEL
 
 MODEL is a folder or a name in the local Hugging Face cache. Requests and replies are lines of JSON on standard input
-and output, one reply for each request, in order. The first line is a greeting with the names of the parsers.
+and output, one reply for each request, in order. The first line of output is a greeting: vLLM's version, the names of
+its parsers, the tags of reasoning and the stop tokens.
 
     {"op": "open", "answer": 1, "parsers": ["hermes", "qwen3"], "request": {...}, "prompt": [ids]}
         -> {"special": true, "constraint": null}
@@ -46,11 +47,11 @@ HARMONY_OPENING = "<|start|>assistant"
 """Text that vLLM writes at the end of every conversation with gpt-oss, even if no answer is requested."""
 
 _COMPARISONS = 600
-"""Maximum number of parses to find differences between pairs of parsers; each pair parses each answer."""
+"""Maximum number of parses in one search for answers on which pairs of parsers differ. Each pair parses each answer."""
 _FEWEST = 20
-"""Number of answers that each pair may parse even if `_COMPARISONS` is exceeded."""
+"""Minimum number of answers in one search, even if `_COMPARISONS` is exceeded because there are many pairs."""
 _DIFFERENCES = 6
-"""Maximum number of answers that are returned because the pairs parse them differently."""
+"""A search ends after it found this many answers on which the pairs differ."""
 
 from vllm import __version__  # noqa: E402
 from vllm.config import ModelConfig, VllmConfig  # noqa: E402
@@ -82,7 +83,8 @@ class ServedModel:
         return list(dict.fromkeys(token for token in stops if token is not None))
 
     async def render(self, request: Json) -> tuple[list[int], str]:
-        """Return the prompt's ids and text, as the chat route makes them. Raises ValueError if vLLM refuses it."""
+        """Return the prompt's ids and text, as the chat route renders them. Raises ValueError if vLLM refuses the
+        request."""
         # Imported here, because few servers need it and the import takes as long as all others together.
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
         from vllm.renderers.online_renderer import OnlineRenderer
@@ -304,7 +306,7 @@ class ParserWorker:
         Only the pairs `given` are tried, in their order. If it is None, every pair is tried: first those without a
         reasoning parser, then the others. Within both groups, the pairs are ordered by how much the two names resemble
         the model type and each other. If several of these pairs denote the same classes, only the first is returned. To
-        save time, tool parsers are tried alone before, on the samples in the template's own form (`own`).
+        save time, tool parsers are tried alone before, on the samples in the template's own format (`own`).
         """
         if given is not None:
             return [pair for pair in given if self._agrees(pair, request, samples, "all")]
@@ -343,10 +345,9 @@ class ParserWorker:
     def _distinguish(
         self, request: Json, prompts: list[list[int]], answers: Json, pairs: list[list[str | None]], random: Random
     ) -> list[tuple[int, list[int]]]:
-        """Return a few answers that these pairs of parsers do not parse alike; none if none was found.
+        """Return random answers that these pairs of parsers parse differently, each as (index in `prompts`, ids).
 
-        `answers` has the tokens of some answers: `start`, the same for all, `bodies`, and `stop`, which ends an answer.
-        The bodies are varied at random. Each variation is returned without start and stop, after its prompt's number.
+        See `ParserProcess.distinguish`.
         """
         out: list[tuple[int, list[int]]] = []
         for _ in range(max(_FEWEST, _COMPARISONS // len(pairs))):
@@ -368,7 +369,8 @@ class ParserWorker:
 
 
 def vary(bodies: list[list[int]], random: Random) -> list[int]:
-    """Return one of these sequences with one to three changes: tokens left out, repeated, or put in from another."""
+    """Return one of these sequences with one to three random changes: tokens deleted, repeated, or copied from another
+    one."""
     out = list(random.choice(bodies))
     for _ in range(random.randint(1, 3)):
         place, size = random.randint(0, len(out)), random.randint(1, 6)

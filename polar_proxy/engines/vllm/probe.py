@@ -86,7 +86,7 @@ class ServerProbe:
         self._model_path = client.model
         self._adds_grammar = False
         self._any_token = 0
-        """Some ordinary token of the vocabulary: the first that was sampled."""
+        """Id of an ordinary token: the first that the server sampled."""
 
     async def run(self) -> VerifiedServer:
         """Verify the server. Raises EngineError, with the remedy, if its answers cannot be recorded for training."""
@@ -376,7 +376,8 @@ async def stops_at(client: VllmClient, token: int) -> bool:
 
 
 def read_precision(description: str) -> str | None:
-    """Return the number format in vLLM's own description of its configuration."""
+    """Return the number formats in vLLM's own description of its configuration, such as "bfloat16, fp8 cache"; None if
+    it has none."""
     fields = dict(re.findall(r"\b(dtype|quantization|kv_cache_dtype)=([^,\s]+)", description))
     if "dtype" not in fields:
         return None

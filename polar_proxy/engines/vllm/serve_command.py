@@ -1,4 +1,4 @@
-"""Find the `vllm serve` command for a model: the parsers that read answers in the form of its chat template.
+"""Find the `vllm serve` command for a model: the parsers that read answers in the format of its chat template.
 
 No server is needed. The model's template writes answers with reasoning and tool calls (`own_forms.py`), and vLLM's
 parsers are tried on their tokens in a side process (`parser_process.py`).
@@ -29,7 +29,7 @@ class ServeCommand:
     model: str
     vllm_version: str
     parsers: tuple[Parsers, ...]
-    """Pairs (tool parser, reasoning parser) that read answers in the template's form, the best first; at least one.
+    """Pairs (tool parser, reasoning parser) that read answers in the template's format, the best first; at least one.
 
     The tool parser is None if the template shows no tool calls, the reasoning parser None if answers have no reasoning.
     """
@@ -43,11 +43,11 @@ class ServeCommand:
 
 
 async def find_serve_command(model: str, vllm_python: str | None = None) -> ServeCommand:
-    """Return the command for a model, a folder or a name in the Hugging Face cache.
+    """Return the command for `model`, which is a folder or a name in the Hugging Face cache.
 
     `vllm_python` is the Python of an environment with vLLM; None: that of the `vllm` command, or this one. Raises
     UsageError if the model's files or vLLM are not on this machine, EngineError if vLLM cannot load the model's
-    configuration or none of its parsers reads answers in the template's form.
+    configuration or none of its parsers reads answers in the template's format.
     """
     folder = await asyncio.to_thread(find_model_folder, model)
     files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
@@ -64,8 +64,8 @@ async def find_serve_command(model: str, vllm_python: str | None = None) -> Serv
         found = await process.match(request, samples)
         if not found:
             raise EngineError(
-                f"No parser of vLLM {process.version} reads answers in the form of the chat template of {model}: use a "
-                "vLLM version that supports this model, or another model."
+                f"No parser of vLLM {process.version} reads answers in the format of the chat template of {model}: use "
+                "a vLLM version that supports this model, or another model."
             )
         return ServeCommand(model, process.version, tuple(found))
 
@@ -81,8 +81,8 @@ class _Template:
         """Return sample answers, as the template renders them, for `ParserProcess.match`.
 
         They are made of fixed reasoning, text and tool calls, and answer a first message or the result of a tool. A
-        sample is left out if the template refuses it or leaves out its tool calls. Its reasoning is "" if the template
-        leaves that out.
+        sample that the template refuses, or whose tool calls it does not render, is left out. If the template does not
+        render the reasoning, the sample's reasoning is "".
         """
         out = []
         answers = ((), CONTENT), (ARGUMENTS[:1], ""), (ARGUMENTS[1:], CONTENT), (ARGUMENTS, "")

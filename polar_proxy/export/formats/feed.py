@@ -39,7 +39,7 @@ class FeedGroups:
                 yield list(self._polar.group_trajectories(lease.group_id))
 
     def acknowledge(self) -> int:
-        """Report all groups handed out so far as used, and return how many.
+        """Mark all groups that were handed out until now as used, and return how many.
 
         Raise LeaseLostError if a lease has expired already; its group is offered again.
         """

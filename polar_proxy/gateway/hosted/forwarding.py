@@ -1,10 +1,10 @@
 """Requests that are passed on to their provider and ask no model: token counts, stored responses and conversations.
 
-The provider gets the request, and the agent the response, byte for byte. Nothing of them is recorded.
+The provider gets the request, and the agent the response, byte for byte. Neither is recorded.
 
-Stored responses and conversations are requests that name no model. Promise: a response or conversation that a recorded
-call names is asked of the engine that answered this call. For one that no call names, the engine is chosen as for a
-call without a model.
+A request for a stored response or conversation names no model. Promise: if a recorded call of the session made the
+response or belongs to the conversation, the request goes to the engine that answered the call. Otherwise the engine is
+chosen as for a call without a model.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class RequestForwarder:
         if choice is None or choice.passthrough is None:
             engine = "the engine of [engine]" if name is None else f"the engine {name} of [engines]"
             text = (
-                f"{identity!r:.80} is kept by a provider, to which {engine} passed its call on. With the present "
-                "settings this server does not pass on to it. Restore this engine, or begin a new conversation."
+                f"{identity!r:.80} is kept by the provider to which {engine} passed a call on. With its present "
+                "settings, this server passes nothing on to that provider. Restore the engine in the settings, or "
+                "begin a new conversation."
             )
             raise RequestError(text, status=404, param="id")
         return choice.passthrough

@@ -1,10 +1,10 @@
-"""Intercepted requests: for a provider's host, but sent to the gateway by one of two ways.
+"""Intercepted requests: a program addressed them to a provider's host, but they reach the gateway, in one of two ways.
 
 * `polar intercept`: the proxy sends them as `/s/KEY/intercept/HOST/PATH`.
-* In a sandbox, model hosts resolve to a socket of the gateway: the header `Host` names the host, and the socket the
-  session. Keys that the program sends are not read.
+* In a sandbox, model hosts resolve to a socket of the gateway. The header `Host` names the provider's host, and the
+  socket determines the session; keys that the program sends are not read.
 
-The table in `intercept/hosts.py` maps each path to a route of the gateway, answers it, or refuses it.
+The table in `intercept/hosts.py` maps each path to a route of the gateway, or says how to answer or refuse it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class InterceptedRequest(NamedTuple):
     key: str | None
     """Key of the session, if the socket names it."""
     found: InterceptedPath | None
-    """The host's entry and rule for the path; None if it is not a model host."""
+    """The table's entry for the host and its rule for the path; None if the host is not a model host."""
 
     @classmethod
     def of_scope(cls, scope: asgi.Scope, sandbox_hosts: Container[str]) -> InterceptedRequest | None:
@@ -71,8 +71,11 @@ class InterceptedRequest(NamedTuple):
             await asgi.send_json(send, 200, orjson.dumps(_filled_in(self.found.rule.body, headers)))
             return
         log.debug("an intercepted request for %s%s was refused", self.host, self.path)
-        what = "not a model host" if self.found is None else f"not served in place of {self.found.host.provider}"
-        await send_error(send, RequestError(f"{self.host}{self.path} is {what} here.", status=404), form)
+        if self.found is None:
+            why = "this is not a model host"
+        else:
+            why = f"Polar does not serve this path in place of {self.found.host.provider}"
+        await send_error(send, RequestError(f"{self.host}{self.path} was refused: {why}.", status=404), form)
 
 
 def _filled_in(value: Any, headers: Mapping[str, str]) -> Any:

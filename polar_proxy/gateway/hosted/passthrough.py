@@ -3,8 +3,8 @@
 The body is parsed for the record only. A body that Polar cannot parse is passed on too, and recorded with its messages
 as JSON texts.
 
-A body that refers to what the provider keeps is recorded with that history (`provider_history`). If the history is not
-complete, the record says so (`missing_history`), and the call is left out of training data.
+If a body refers to history that the provider keeps, the call is recorded with this history (`provider_history`). If
+the history is not complete, the record says so (`missing_history`), and the call is left out of training data.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _MESSAGES: dict[str, tuple[str, Any]] = {
     "openai_completions": ("prompt", "-"),
     "openai_responses": ("input", "-"),
 }
-"""The field of each dialect that holds the messages, and a value that Polar can read."""
+"""For each dialect: the field that holds the messages, and a value of this field that Polar can parse."""
 _TOOL_FIELDS = ("tools", "mcp_servers", "web_search_options")
 """Fields that can offer tools which the provider runs."""
 
 
 def check_passthrough(settings: GatewaySettings) -> None:
-    """Raise UsageError for settings by which calls would be changed that are sent on byte for byte."""
+    """Raise UsageError for settings that change calls, because calls are passed on byte for byte."""
     if settings.hooks is not None:
         raise UsageError(
-            "Hooks cannot change calls that the engine passthrough sends on byte for byte. Leave out gateway.hooks "
+            "Hooks cannot change calls that the engine 'passthrough' sends on byte for byte. Leave out gateway.hooks "
             "or that engine."
         )
     if settings.provider_tools == "remove":
         raise UsageError(
-            "The engine passthrough sends calls on byte for byte, so gateway.provider_tools = 'remove' cannot remove "
+            "The engine 'passthrough' sends calls on byte for byte, so gateway.provider_tools = 'remove' cannot remove "
             "tools from them. Set it to 'refuse' or 'allow', or leave out that engine."
         )
 
@@ -107,7 +107,7 @@ def parse_for_record(
 
 
 def answered_by_polar(request: RequestContext) -> RequestContext:
-    """Return a request that would be passed on as one that Polar itself answers.
+    """Change a request that would be passed on into one that Polar itself answers.
 
     Raises BudgetSpentError if Polar could not read the request, and so cannot answer it in its dialect.
     """
@@ -118,7 +118,7 @@ def answered_by_polar(request: RequestContext) -> RequestContext:
 
 
 def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
-    """Return a request whose messages are JSON texts, for a body that Polar cannot parse. Raises RequestError."""
+    """Return a request for a body that Polar cannot parse: each message is its JSON text. Raises RequestError."""
     name, readable = _MESSAGES[dialect.name]
     given = body.get(name)
     items = given if isinstance(given, list) else [] if given is None else [given]
@@ -138,7 +138,7 @@ def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
 
 
 def _provider_tools(dialect: Dialect, body: Json) -> tuple[str, ...]:
-    """Return the names of the provider-side tools in a body whose messages were replaced by readable ones."""
+    """Return the names of a body's provider-side tools. The messages of `body` must be ones that Polar can parse."""
     try:
         return dialect.parse(body).provider_tools
     except RequestError:
@@ -147,12 +147,15 @@ def _provider_tools(dialect: Dialect, body: Json) -> tuple[str, ...]:
 
 @dataclass
 class PassthroughEncoder(Encoder):
-    """Encodes the answer as the provider's own bytes. The end of the answer is held back until the call is recorded."""
+    """Encodes the answer as the provider's own bytes.
+
+    The end of a stream, and the whole of any other answer, is held back until the call is recorded.
+    """
 
     inner: Callable[..., Encoder] = field(kw_only=True)
-    """Makes the dialect's own encoder, for an error if the connection to the provider breaks."""
+    """Returns the dialect's own encoder, which reports an error if the connection to the provider breaks."""
     held: bool = field(kw_only=True)
-    """True once the end of the answer has begun: it and all later bytes are held back."""
+    """True if bytes are held back: from the start of an answer that is not streamed, or from the end of a stream on."""
     _rest: list[bytes] = field(default_factory=list, init=False)
     _ended: bool = field(default=False, init=False)
 

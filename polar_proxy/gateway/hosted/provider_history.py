@@ -1,4 +1,4 @@
-"""The history of requests that are passed on, where the provider keeps it (OpenAI Responses).
+"""The conversation history of requests that are passed on, if the provider keeps this history (OpenAI Responses).
 
 A body may name a response that it continues (`previous_response_id`), a conversation that it adds to (`conversation`),
 and items (`item_reference`), all by the provider's ids. These ids are recorded with the answers, so the call is
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ReadCalls = Callable[[SessionState, Collection[str]], Awaitable[list[CallRecord]]]
-"""Returns those of the calls that a session has recorded. Raises StoreError, and RequestError if they are too large."""
+"""Returns the given calls that the session recorded. Raises StoreError, and RequestError if they are too large."""
 KnownAnswers = Callable[[SessionState, Collection[str]], Awaitable[dict[str, ReferencedCall]]]
-"""Returns those of a session's calls whose answers are in memory. Raises StoreError."""
+"""Returns the answers of the given calls of the session, as far as they are in memory. Raises StoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class ProviderHistory:
     previous: str | None = None
     """The id of the call that the body continues."""
     items: Mapping[str, str] = field(default_factory=dict)
-    """Polar's own id of each item, by the provider's."""
+    """Polar's id of each item, by the provider's id of the item."""
     created: Sequence[ConversationItem] = ()
     """The items with which the conversation was created, if no call has added to it yet."""
     calls: Mapping[str, ReferencedCall] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """Earlier answers of hosted models, in the form in which their provider requires them in later requests.
 
-Anthropic and Google sign their reasoning, and refuse the result of a tool call if the signatures of the answer with the
-call do not come back. Most agents cannot keep them: their API has no field for them, or they drop it. So the signed
-answer is recorded with its call, and given to the engine with each later request of the session that repeats it. It is
-found by the ids of its tool calls; answers without tool calls need no signatures.
+Anthropic and Google sign their reasoning. They refuse a tool result if the answer that called the tool comes back
+without its signatures. Most agents cannot send signatures back: their API has no field for them, or the agents drop it.
+So the signed answer is recorded with its call, and given to the engine with each later request of the session that
+repeats the answer. It is found by the id of its first tool call; answers without tool calls need no signatures.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class ProviderTurns:
         return replace(request, messages=tuple(messages)) if answers else request
 
     async def _load(self, session_id: str) -> None:
-        """Read the session's signed answers: another gateway recorded them, or this one before a restart."""
+        """Read the session's signed answers from the store.
+
+        They are not in memory if another gateway or an earlier process recorded them, or if the cache dropped them.
+        """
         try:
             calls = await self._monitor.run(partial(self._store.calls.with_provider_turns, session_id))
         except StoreError as error:  # the provider may refuse the request, and its error then reaches the agent

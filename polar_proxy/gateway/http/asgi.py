@@ -28,9 +28,10 @@ SANDBOX_KEY = "polar_sandbox_key"
 """Key that the scope's `state` has if the request came through a socket that model hosts resolve to: its value is the
 key of the sandbox's session."""
 PROVIDER_PATH = "polar_provider_path"
-"""Key of the host and of the path with its query, (str, str), to which an intercepted request was sent."""
+"""Key in the scope's `state` of the (host, path with query) to which an intercepted request was sent."""
 PROVIDER_EXCHANGE = "polar_provider_exchange"
-"""Key of the function that passes a request on over the WebSocket to the provider (`ProviderRequest.exchange`)."""
+"""Key in the scope's `state` of the function that sends a request over the WebSocket to the provider
+(`ProviderRequest.exchange`)."""
 CONNECTION = "polar_connection"
 """Key of the connection's random id in the scope's `state`."""
 WEBSOCKET_PIECE = "polar.websocket.piece"
@@ -205,7 +206,7 @@ async def send_json(send: Send, status: int, body: bytes, headers: Headers = ())
 class ClientWatch:
     """A context manager that cancels the current task if the client disconnects before the block ends.
 
-    This cancellation ends with the block, and `gone` is then True. A cancellation from elsewhere passes through.
+    The cancellation does not leave the block; after it, `gone` is True. A cancellation from elsewhere passes through.
     After a disconnect, `on_disconnect` is awaited first; it returns when the task is no longer worth continuing.
     """
 

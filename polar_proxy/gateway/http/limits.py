@@ -39,7 +39,7 @@ _BODY = "request body"
 _PIPELINED = 8
 """Maximum number of requests that a connection may send before the answer to its first one."""
 _SESSION_SHARE = 4
-"""A session may use the budget for bodies divided by this number."""
+"""The bodies of one session may use the budget for bodies divided by this number."""
 
 
 def raise_descriptor_limit() -> int:
@@ -77,7 +77,7 @@ class BodyReservation:
 class BodyBudget:
     """A limit on the bytes of all request bodies that are held at a time.
 
-    A parsed body takes several times its size in memory; the caller that parses it reserves that too.
+    A parsed body takes several times its size in memory; the caller that parses it reserves that memory, too.
     """
 
     def __init__(self, limit: int) -> None:
@@ -120,8 +120,8 @@ class BodyBudget:
     def _make_room(self, wanting: BodyReservation, size: int) -> None:
         """Refuse the largest bodies that are still being read, until `wanting` can reserve `size` more bytes.
 
-        A body is refused only if it is larger than that of `wanting` with these bytes. Raises RequestError 429 if
-        refusing all such bodies frees too little."""
+        A body is refused only if it is larger than the body of `wanting` will be. Raises RequestError 429 if refusing
+        all such bodies frees too little."""
         missing = self.held + size - self._limit
         for largest in sorted(self._reservations, key=lambda one: one.size, reverse=True):
             if missing <= 0 or largest.size <= wanting.size + size:

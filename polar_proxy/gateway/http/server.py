@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 _RECORD_SECONDS = 10.0
 """How long a gateway that stops waits until the calls that it has cancelled are recorded."""
 _SWITCH_SECONDS = 0.001
-"""The interpreter's switch interval: how long the event loop waits, in each of its turns, for the GIL if a thread holds
-it to work on a large request."""
+"""The interpreter's switch interval in seconds: how long a thread that works on a large request may keep the GIL while
+the event loop waits for it."""
 
 
 class _UvicornServer(uvicorn.Server):
@@ -217,8 +217,8 @@ class Gateway:
     async def budget_spent(self, session_id: str, *, idle_since: float) -> str | None:
         """Return the limit of a session's budget that was reached, or None.
 
-        `idle_since`: when the session became idle if it has no call yet, in seconds since the epoch. A session that is
-        idle for longer than its budget allows has then spent it.
+        If the session has been idle for longer than `max_idle_seconds`, its budget is spent. It has been idle since
+        `idle_since` (seconds since the epoch) or since the end of its last call, whichever is later.
         """
         budget = self.sessions.budget(session_id)
         if budget is None or self._in_flight is not None:
@@ -235,7 +235,7 @@ class Gateway:
         return budget.spent
 
     def refusal(self, session_id: str) -> str | None:
-        """Return why the last call of a session could not be recorded, so that it was refused or broken off."""
+        """Return why a session's last call was refused or broken off because it could not be recorded, or None."""
         return self.sessions.refusal(session_id)
 
     async def request_fault(self, session_id: str) -> str | None:
@@ -302,7 +302,8 @@ def _bind(host: str, port: int) -> socket.socket:
 def _send_at_once(listener: socket.socket) -> None:
     """Send small parts of an answer without waiting for the client's acknowledgement, which takes 40 ms.
 
-    Connections take the option over. asyncio sets it on sockets whose `proto` names TCP only; it is often 0.
+    Connections inherit the option from the listener. asyncio sets it only on sockets whose `proto` is TCP, and `proto`
+    is often 0.
     """
     if listener.family in (socket.AF_INET, socket.AF_INET6):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -3,7 +3,7 @@
 * A message is bounded in size, in time, and in how slowly it may come, like the body of a request. While a large one
   comes, the application is sent `asgi.WEBSOCKET_PIECE` messages, so that it can reserve the memory.
 * One connection is parsed for a bounded part of each turn of the event loop, however small its frames are.
-* A client that does not read what is sent to it is read no further, and later disconnected.
+* While a client does not read what is sent to it, nothing more is read from it; after a time it is disconnected.
 * A WebSocket without a request is closed after a time, or earlier if there are too many connections.
 * Compression is not offered, so a message is never larger than the bytes that were received for it.
 

@@ -11,9 +11,9 @@ Promises:
 
 * A session sees its own conversations only. Those of other sessions get the same error as unknown ids.
 * These routes record no call, and deleting a conversation or an item leaves the recorded calls as they are.
-* A call adds its items in the transaction that commits it. One that failed or was broken off adds nothing.
-* A conversation is created where calls without a model are answered. If that is the engine `passthrough`, it is the
-  provider's, and the requests for it are passed on.
+* A call adds its items in the transaction that commits it. A call that failed or was broken off adds nothing.
+* If calls without a model go to the engine `passthrough`, its provider creates and keeps new conversations, and the
+  requests for them are passed on. Otherwise Polar keeps new conversations.
 * A conversation is limited in items and bytes, and a session in conversations and bytes, because storing an item is
   cheaper for a client than a call is.
 """

@@ -45,7 +45,8 @@ class PageRequest(NamedTuple):
 
 
 def list_object(items: Sequence[Json], *, has_more: bool) -> bytes:
-    """Return the body of a page of items. The ids of an empty page are empty, because the schema has no null there."""
+    """Return the body of a page of items. `first_id` and `last_id` of an empty page are empty strings, because the
+    API's schema allows no null there."""
     listed = {
         "object": "list",
         "data": items,

@@ -94,7 +94,7 @@ class StoredCalls:
     async def find(
         self, session: SessionState, dialect: Dialect, call_ids: Collection[str], resumable: Collection[str] = ()
     ) -> dict[str, CallRecord]:
-        """Return those of the calls that belong to this session and dialect.
+        """Return the calls with these ids that belong to this session and dialect.
 
         Left out are calls with `store: false` whose ids are not in `resumable`, calls whose response was deleted, and
         calls without an answer, unless they ran in the background. Raises StoreError, and RequestError if their
@@ -134,9 +134,10 @@ class StoredCalls:
         return referenced
 
     async def known_answers(self, session: SessionState, call_ids: Collection[str]) -> dict[str, ReferencedCall]:
-        """Return those of the calls whose answers are in memory, because earlier requests referred to some answers.
+        """Return the answers of the calls with these ids, as far as they are in memory. Raises StoreError.
 
-        So a session whose requests refer to all its answers does not read them again for each one. Raises StoreError.
+        If a session's requests refer to earlier answers, these are kept in memory, so that they are not read from the
+        store for each request.
         """
         known = {
             call_id: ReferencedCall((), answer)
@@ -149,12 +150,13 @@ class StoredCalls:
         return known
 
     async def read(self, session: SessionState, call_ids: Collection[str]) -> list[CallRecord]:
-        """Return those of the calls that this session has recorded. Raises as `find` does."""
+        """Return the calls with these ids that this session recorded. Raises as `find` does."""
         if not call_ids:
             return []
         size = await self._monitor.run(partial(self._store.calls.message_bytes, session.session_id, call_ids))
         if size > self._most_bytes:
-            problem = f"it refers to {size >> 20} MiB of recorded messages; at most {self._most_bytes >> 20} are read"
+            most = self._most_bytes >> 20
+            problem = f"it refers to {size >> 20} MiB of recorded messages; at most {most} MiB are read"
             raise RequestError(f"The request cannot be served: {problem}.", status=413, param="input")
         return await self._monitor.run(partial(self._store.calls.get_many, session.session_id, call_ids))
 

@@ -126,7 +126,7 @@ class ResponsesWebSocket:
             elif "text" not in message:
                 await self._refuse(RequestError("A request must be a text message; this one is binary."))
             elif self.answering:
-                text = "The last request on this WebSocket is still being answered. Wait for it, or open another."
+                text = "The last request on this WebSocket is still being answered. Wait, or open another WebSocket."
                 await self._refuse(RequestError(text, code="response_in_progress"))
             else:
                 self.answering = True

@@ -115,9 +115,9 @@ def _run_child(job: dict[str, Any], group: dict[str, Any], writing: int) -> None
 
 
 def _prepare_path(tests: list[str]) -> None:
-    """Add the workspace to the import path after the standard library, whose modules it then cannot shadow.
+    """Add the workspace to the import path after the standard library, so that it cannot shadow the library's modules.
 
-    If a test's package has the name of a library module, the workspace comes first.
+    If a test's package has the name of a library module, the workspace comes before the library.
     """
     library = os.path.dirname(os.__file__)
     places = [index for index, path in enumerate(sys.path) if path.startswith(library) and "-packages" not in path]
@@ -146,7 +146,7 @@ def _run_pytest(
 ) -> list[str]:
     """Run the group's tests by pytest, with canaries, and report their verdicts. Return the signs of forgery.
 
-    Of pytest's plugins only its own and those that the task's options name are loaded."""
+    Only pytest's built-in plugins and those that the task's options name are loaded."""
     import pytest
 
     from .pytest_guard import PytestRecorder

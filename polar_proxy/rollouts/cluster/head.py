@@ -72,7 +72,7 @@ class Cluster:
         self._scoring_resources: dict[str, float] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._working: set[str] = set()
-        """The nodes that are working now."""
+        """Ids of the nodes whose actors work now."""
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._connect)
@@ -96,8 +96,8 @@ class Cluster:
         try:
             self._ray.init(
                 address=self._address,
-                # Named after the database, which separates services on one cluster and lets the next head find the
-                # nodes.
+                # A hash of the database's address: services with other databases stay apart, and the next head finds
+                # the nodes of this one.
                 namespace="polar-" + hashlib.sha256(self._store.display_url.encode()).hexdigest()[:16],
                 log_to_driver=False,
                 logging_level=logging.ERROR,
@@ -203,7 +203,7 @@ class Cluster:
                 await self._reclaim_from(worker)
 
     async def _reclaim_from(self, worker: str) -> None:
-        """Take the rollouts of a dead worker: queue them again, or end those cancelled or without attempts left.
+        """Queue the rollouts of a dead worker again, and end those that were cancelled or have no attempt left.
 
         Every living node then removes the sandboxes of dead processes on its own machine. If no node runs on the dead
         worker's machine, the worker's sandboxes stay."""

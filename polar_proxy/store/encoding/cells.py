@@ -10,7 +10,7 @@ A cell is two header bytes and a body. Byte 0 is the version of this format. Byt
 
 Preceding content is the conversation before a message, or the tokens before an answer or a part of a prompt. It
 contains most of what follows: an agent lists a file, quotes it, then edits it. As a dictionary it saves a third of a
-rollout's bytes. Its last `CONTEXT` bytes are used; a token id counts as its lowest `width` bytes. zstd accepts
+rollout's bytes. Its last `CONTEXT` bytes are used; of token ids, only the `width` lowest bytes of each. zstd accepts
 dictionaries too, but preparing one takes twice the time.
 
 Ids are stored as little-endian numbers of `width` bytes. Log-probabilities are stored in byte planes (the lowest byte
@@ -47,9 +47,10 @@ CONTEXT = 32_768
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 
 _MIN_LENGTH = 32
-"""Length in bytes below which a body is stored uncompressed: a zstd frame of them is never smaller."""
+"""Length in bytes below which a body is stored uncompressed, because a zstd frame is never shorter than so few
+bytes."""
 _MAX_LENGTH = 512 << 20
-"""Length in bytes above which a body is refused when it is read, because only a forged cell has one."""
+"""Length in bytes above which a body is refused when it is read, because only a forged cell has such a body."""
 _MIN_CAPACITY = 1024
 
 
@@ -213,7 +214,8 @@ class _TokenBuffer:
         """Number of bytes per token: that of the widest piece so far."""
         self.size = len(content) // width
         self._bytes = {width: bytearray(content)}
-        """Bytes per token -> tokens as bytes. `width` has all tokens, other widths the first ones, as needed."""
+        """Bytes per token -> the tokens as bytes of that width: all of them under `width`, under other widths as many
+        of the first ones as were asked for."""
         self._array: TokenIds = np.empty(0, dtype=np.int32)
         self._filled = 0
 

@@ -29,7 +29,8 @@ from polar_proxy.types import TokenIds
 NodeKind = Literal["message", "tools", "tokens"]
 
 MIN_SEGMENT = 32
-"""Turns of fewer tokens are joined with the next one: sharing them would save fewer bytes than their own row costs."""
+"""Turns of fewer tokens are joined with the next one, because a separate row would cost more bytes than sharing it
+saves."""
 _MAX_SEGMENT = 1024
 """Turns of more tokens become several segments, so that a long system prompt without an end of turn is shared too."""
 _PLAIN_SEGMENT = 256
@@ -72,7 +73,7 @@ def node_id(parent: bytes | None, kind: NodeKind, content: bytes | memoryview) -
 def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | None = None) -> list[ChainNode]:
     """Return the nodes of a conversation, or the single node of a list of tools, root first.
 
-    `after`: the parent of the first of them.
+    `after`: the parent of the first node; None if that is a root.
     """
     nodes: list[ChainNode] = []
     parent = None if after is None else after.id
@@ -88,8 +89,8 @@ def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | No
 def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: ChainNode | None = None) -> list[ChainNode]:
     """Return the nodes of a prompt (int32 [n]), root first; none for an empty prompt.
 
-    `after`: the last node of a chain that holds the first `after.chain_length` ids, cut as `cut_segments` cuts. Only
-    the nodes after it are returned.
+    `after`: the last node of a chain, cut by `cut_segments`, that holds the first `after.chain_length` ids. Only the
+    nodes after it are returned.
     """
     little = np.ascontiguousarray(ids, dtype="<i4")
     raw = little.data.cast("B")

@@ -1,4 +1,4 @@
-"""Table rows to calls: records equal to those that were committed."""
+"""Converts table rows to records of calls, equal to those that were committed."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _COPIED = tuple(name for name in SAME_COLUMNS if name not in _TEXT)
 
 OF_SESSION = _c.session_id == bindparam("session")
 OF_SESSIONS = _c.session_id.in_(bindparam("sessions", expanding=True))
-"""Conditions of `fetch`. They are made once, so that `fetch` makes their statements once, too."""
+"""Conditions for `fetch`. They are constants, so that `fetch` builds their statements only once (`_statements`)."""
 
 
 @dataclass(frozen=True)
 class _Statements:
-    """The statements that read the calls of one condition, in this order."""
+    """The statements by which `fetch` reads the calls of one condition, in the order in which they run."""
 
     calls: Select[Any]
     answers: Select[Any]
@@ -50,7 +50,8 @@ def fetch(
     *,
     text: bool = True,
 ) -> CallLoader:
-    """Read all rows of the calls that meet `where` (a condition on `calls`) in five statements, each node once.
+    """Read all rows of the calls that meet `where` (a condition on `calls`) by five statements. Each shared node is
+    read once.
 
     `values`: the values of the bound parameters in `where`. Without `text` the records have tokens, but no messages,
     tools or fingerprint, and their answers are empty.

@@ -19,8 +19,8 @@ MAX_DEFLATE_LENGTH = 16_384
 faster."""
 _DEFLATE_LEVEL = 5
 _MIN_DICTIONARY, _DICTIONARY_PER_BYTE = 8192, 64
-"""Number of bytes of a preset dictionary that are used: at least the first, and the second for each byte to
-compress."""
+"""How much of a preset dictionary is used: `_DICTIONARY_PER_BYTE` bytes for each byte to compress, but at least
+`_MIN_DICTIONARY` bytes."""
 _LOOKAHEAD = 262
 """Number of bytes of a deflate window that cannot be referred to (zlib's MIN_LOOKAHEAD)."""
 _MAX_SMALL_JSON = 64 << 20
@@ -62,8 +62,8 @@ def read_header(cell: bytes, kind: int) -> tuple[int, bytes]:
 def deflate(body: bytes, dictionary: bytes) -> bytes:
     """Compress a body with only the end of the dictionary, and with a window that is just large enough.
 
-    Most bodies are short, and indexing the whole dictionary for each would take most of a commit's time. `inflate`
-    does not need the two sizes: it uses the whole dictionary and the largest window.
+    Most bodies are short, and indexing the whole dictionary for each would take most of a commit's time. `inflate` need
+    not know how much was used: it works with the whole dictionary and the largest window.
     """
     dictionary = dictionary[-max(_MIN_DICTIONARY, _DICTIONARY_PER_BYTE * len(body)) :]
     window_bits = max(9, min(15, (len(dictionary) + len(body) + _LOOKAHEAD).bit_length()))

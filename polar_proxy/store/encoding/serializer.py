@@ -1,4 +1,5 @@
-"""Calls to table rows: hashing, deduplication and compression. CPU work without the database, for one worker thread."""
+"""Converts calls to table rows: hashing, deduplication and compression. CPU work without the database, for one worker
+thread."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ TableRow = dict[str, object]
 _CACHED_TOOL_LISTS = 64
 _CACHED_KEYS = 50_000
 _LONGEST_PROVIDER_ID = 500
-"""Length in characters. PostgreSQL refuses rows whose indexed text is longer than about 2,700 bytes."""
+"""Length in characters above which a provider's id is not stored. PostgreSQL refuses rows whose indexed text is longer
+than about 2,700 bytes."""
 DEFAULT_CACHE_BYTES = 32 << 20
 
 SAME_COLUMNS = tuple(field.name for field in fields(CallRecord) if field.name in calls.c)
@@ -109,7 +111,8 @@ class CallSerializer:
         each of its calls hashes the whole conversation and prompt again."""
         self._codec = CellCodec()
         self._stored: OrderedDict[bytes, None] = OrderedDict()
-        """The newest keys of rows that are stored. A forgotten key costs one insert that the database ignores."""
+        """Keys of rows that are known to be stored, the newest last. A key that was dropped costs one insert that the
+        database ignores."""
         self._chains: LRUCache[str, RequestChains] = LRUCache(cache_bytes, lambda chains: chains.size)
         """The chains of each session's last request."""
         self._engines: dict[EngineInfo, tuple[bytes, TableRow]] = {}
@@ -284,7 +287,7 @@ def _provider_id_rows(record: CallRecord) -> list[TableRow]:
 
 
 def _usage_columns(usage: Usage | None) -> TableRow:
-    """Return the columns of a usage. `cached_tokens` is a column of every call."""
+    """Return the columns of a usage, without `cached_tokens`, which comes from the record itself."""
     values: TableRow = {} if usage is None else asdict(usage)
     if usage is not None and usage.model is not None:
         values["model"] = json_codec.clean_text(usage.model)

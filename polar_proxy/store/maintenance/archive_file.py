@@ -28,7 +28,7 @@ _CHUNK = 1 << 20
 class UnpackedArchive:
     database: Path
     artifacts: frozenset[str]
-    """The hashes of the artifacts, which are below the same folder as in a store."""
+    """The hashes of the artifacts, whose files have the same relative paths as in a store."""
     unpacked_limit: int
     """Number of bytes to which all values of the database may unpack."""
 

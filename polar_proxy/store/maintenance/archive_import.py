@@ -49,8 +49,9 @@ NOT_EXPORTED = frozenset(
         *("conversations", "conversation_items", "provider_ids"),
     }
 )
-"""Tables that concern one database only: its queue, deliveries, keys, calls in progress, and the conversations and
-responses that clients continue with keys, which an archive does not contain. Calls are exported with whole messages."""
+"""Tables that concern one database only: its queue, deliveries, keys and calls in progress. Also the conversations and
+responses that a client continues with its key, because an archive contains no keys. Calls are exported with whole
+messages."""
 CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},
@@ -62,9 +63,10 @@ CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
         "owner_pid": None,
     },
 }
-"""Columns that are cleared in archives and again when they are imported."""
+"""Columns that get these values in an archive, and again when it is imported."""
 _NOT_COMPARED: dict[str, frozenset[str]] = {"nodes": frozenset({"data"}), "tasks": frozenset({"created_at"})}
-"""Columns that imports do not compare: equal content may be packed differently, and a task stored at another time."""
+"""Columns that imports do not compare: equal content may be packed differently, and equal tasks may have been stored at
+different times."""
 _OWNERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "calls": (("sessions", "session_id"),),
     "completions": (("calls", "call_id"),),

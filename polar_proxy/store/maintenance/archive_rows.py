@@ -1,4 +1,4 @@
-"""Reads the rows of a received database, which may come from anyone, into a database of this version's own schema.
+"""Copies the rows of a received database, which may come from anyone, into a new database with this version's schema.
 
 The received file is read as data only: it must have plain tables with exactly the columns of the schema, so that no
 view, trigger, generated column or virtual table of it is ever evaluated. Each value is checked by the type of its
@@ -50,9 +50,9 @@ _WORDS: Mapping[tuple[str, str], frozenset[str]] = {
 _JSON_FORMS: Mapping[tuple[str, str], type] = {("traces", "call_ids"): list, ("completions", "versions"): list}
 """The Python types of the JSON columns whose values are not JSON objects."""
 ColumnChecks = Mapping[tuple[str, str], Callable[[Any], None]]
-"""(table, column) -> the check of the JSON in it, by its own model. Raises ValueError."""
+"""(table, column) -> function that raises ValueError if a JSON value of the column does not fit its model."""
 _CANONICAL = frozenset({"settings", "engines"})
-"""Tables whose key is the hash of their JSON text."""
+"""Tables whose key is the hash of the row's JSON text."""
 
 
 class ForgedRowError(StoreError):
@@ -221,7 +221,7 @@ def _check_packed(value: bytes) -> None:
 
 def _check_text(value: str, words: frozenset[str] | None) -> None:
     _require("\0" not in value, "contains a NUL character")
-    _require(words is None or value in words, f"is {value!r:.60}, which is not one of its words")
+    _require(words is None or value in words, f"is {value!r:.60}, which this column cannot have")
 
 
 def _json(text: str) -> Any:

@@ -4,8 +4,8 @@
 a row that refers to a deleted one, and a gateway whose commit is refused inserts all rows of its call again
 (`group_commit.GroupCommit`). A row is deleted only if nothing refers to it at the time of the deleting transaction.
 
-A foreign key without an index costs a scan of its table per deleted row. Permanent indices would add a tenth to the
-stored bytes of every call, so they exist only while maintenance runs.
+For each deleted row, the database scans every table with a foreign key to it that has no index. Permanent indices would
+add a tenth to the stored bytes of every call, so they exist only while maintenance runs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MaintenanceRepository(Repository):
         self._artifacts = artifacts
 
     async def stats(self) -> Json:
-        """Return the rows of every table, the bytes on disk, the tokens by kind and the schema revision.
+        """Return the number of rows of every table, the bytes on disk, the tokens by kind and the schema revision.
 
         `prompt_tokens` counts the prompts of all calls; `stored_prompt_tokens` counts shared prefixes once.
         """
@@ -115,7 +115,8 @@ class MaintenanceRepository(Repository):
         progress: ProgressCallback = no_progress,
     ) -> PruneResult:
         """Delete rollouts that ended before `before` (seconds since the epoch) with their sessions, and sessions
-        without a rollout whose last call is older than that. All their data is deleted, except nodes (see `vacuum`).
+        without a rollout whose last call is older than that. All their data is deleted, except nodes, settings and
+        engines (see `vacuum`).
 
         Rollouts without a final status stay. A session without a rollout that is not closed stays, but empty, so that
         its key remains valid. With `where`, only rollouts that meet these conditions are deleted with their sessions;
@@ -195,7 +196,8 @@ class MaintenanceRepository(Repository):
         return len(old)
 
     def _old_files(self, hashes: Collection[str]) -> list[Path]:
-        """Return those of these artifacts' files that are too old to belong to a row that is just being added."""
+        """Return the files of these artifacts that may be deleted. Young files may not: their rows may be about to be
+        stored."""
         old: list[Path] = []
         for path in (artifact_path(self._artifacts, sha256) for sha256 in hashes):
             with suppress(FileNotFoundError):
@@ -353,7 +355,7 @@ async def _delete_calls(connection: AsyncConnection, sessions: Sequence[str]) ->
 
 
 async def _delete_empty_groups(connection: AsyncConnection, groups: Sequence[str]) -> None:
-    """Delete the groups without rollouts, unless their job has not ended."""
+    """Delete those of these groups that have neither a rollout nor a job that is still open or paused."""
     g, j = schema.groups.c, schema.jobs.c
     job_open = exists().where(j.job_id == g.job_id, j.status.not_in(("done", "cancelled")))
     empty = ~exists().where(_r.group_id == g.group_id)

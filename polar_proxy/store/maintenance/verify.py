@@ -24,7 +24,8 @@ ProgressCallback = Callable[[str, int, int], None]
 
 _PAGE = 500
 _PRICE_TOLERANCE = 1e-6
-"""US dollars by which a session's price may differ from the sum of its calls, which floating point adds in any order.
+"""US dollars by which a session's price may differ from the sum of its calls' prices, because floating-point sums
+depend on the order.
 """
 
 

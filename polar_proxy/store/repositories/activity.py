@@ -16,7 +16,7 @@ from polar_proxy.store.database import Repository
 from polar_proxy.types import FAILED, Json, encode_id
 
 _RANGE_SECONDS = 1800.0
-"""Calls that began earlier are ignored, although some may have ended recently."""
+"""Calls that began longer ago than this are ignored, although some may have ended recently."""
 _LISTED = 10
 _ERROR_LENGTH = 300
 
@@ -74,7 +74,7 @@ class ActivityRepository(Repository):
         return {name: int(value or 0) for name, value in counts.items()}
 
     async def sessions(self, seconds: float) -> list[ActiveSessionRow]:
-        """Return the sessions with a call that ended in the last `seconds`, the newest first."""
+        """Return the sessions with a call that ended in the last `seconds`, the latest used first."""
         recent = select(_c.session_id).where(_recent_calls, _c.ended_at >= time.time() - seconds)
         columns = [_s[name] for name in ActiveSessionRow.__dataclass_fields__]
         query = select(*columns).where(_s.session_id.in_(recent)).order_by(_s.last_call_at.desc()).limit(_LISTED)

@@ -67,8 +67,8 @@ class RewardRepository(Repository):
     ) -> str:
         """Store a reward of the rollout or session, of one of its traces or of one of its calls. Return its id.
 
-        All rewards are kept. The newest one of a rollout or session is also in its row and in the rows of its traces,
-        except those that were given a reward of their own. `value` None: the evaluator returned no value.
+        All rewards are kept. The newest reward of a rollout or session is also in its row and in the rows of its
+        traces, except traces that were given a reward themselves. `value` None: the evaluator returned no value.
         """
         if (rollout_id is None) == (session_id is None):
             raise UsageError("Give either rollout_id or session_id.")

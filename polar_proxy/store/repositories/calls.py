@@ -176,13 +176,14 @@ class CallRepository(Repository):
         return await self._load(_calls_with_turns, {"session": session_id})
 
     async def find_response(self, session_id: str, response_id: str) -> str | None:
-        """Return the id of the call whose response got this id from its provider; None if the session has none."""
+        """Return the id of the call whose response has this id at its provider; None if the session has no such
+        call."""
         mine = (_p.session_id == session_id, _p.provider_id == clean_text(response_id), _p.place.is_(None))
         found = await self._scalars(select(_p.call_id).where(*mine).order_by(_p.call_id.desc()).limit(1))
         return found[0] if found else None
 
     async def find_items(self, session_id: str, item_ids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return (call id, place) for each of these ids that a provider gave to an item of the session's answers.
+        """Return item id -> (call id, place) for each of these provider's item ids that is in an answer of the session.
 
         The place is the kind and number of the item in the record, such as `fc_0`. If several items have the same id,
         the newest is returned.

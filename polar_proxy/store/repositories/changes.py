@@ -1,7 +1,7 @@
-"""Whether the records that a page shows have changed since they were read last.
+"""Detects whether the records that a page shows have changed since it read them.
 
-The state of records is a number that differs after a change. It is made from rows that an index finds, which takes
-about a millisecond in a database of any size.
+The state of a record, or of a list of records, is a number that differs after a change. It is a hash of rows that an
+index finds, which takes about a millisecond in a database of any size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from polar_proxy.store import schema
 from polar_proxy.store.database import Repository
 
 Followed = Literal["lists", "rollout", "session", "group", "training"]
-"""The newest records of all kinds, or one record with what belongs to it."""
+"""The records that a page shows: the lists of the newest ones, or one record with the rows that belong to it."""
 
 _LISTED = 50
 """Number of sessions and rollouts that the first page of a list shows."""
@@ -46,7 +46,7 @@ _QUERIES: Mapping[Followed, Sequence[Select[Any]]] = {
 
 
 class ChangeRepository(Repository):
-    """States of records. No process knows all changes, because several may write to the database."""
+    """States of records. They are read from the database, because several processes may write to it."""
 
     async def state(self, followed: Followed, record_id: str) -> int:
         """Return the state of a record, or of the lists. It can be compared within this process only."""

@@ -1,7 +1,7 @@
 """Conversations of the Responses API: items that a client keeps at the server and adds to call by call.
 
-The items that a call adds are written in the transaction that commits the call, so that a conversation never lacks an
-answer that its client has, nor has one that is not recorded.
+The items that a call adds are written in the transaction that commits the call. So a conversation has every answer that
+its client got, and no answer that is not recorded.
 
 Promises:
 
@@ -38,7 +38,7 @@ class ConversationRow:
     created_at: float
     """Seconds since the epoch."""
     at_provider: bool = False
-    """True if the provider keeps it, and only the items with which it was created are stored."""
+    """True if the provider keeps the conversation. Then only the items with which it was created are stored here."""
 
 
 class ConversationSize(NamedTuple):
@@ -107,7 +107,8 @@ class ConversationRepository(Repository):
         return row
 
     async def get(self, session_id: str, conversation_id: str, *, at_provider: bool = False) -> ConversationRow | None:
-        """Return a conversation of this session that is kept here, or `at_provider`."""
+        """Return a conversation of this session: one that is kept here or, with `at_provider`, one that its provider
+        keeps."""
         mine = (_c.conversation_id == conversation_id, _c.session_id == session_id, _c.at_provider == at_provider)
         return await self._row(ConversationRow, select(*_columns).where(*mine))
 

@@ -1,4 +1,5 @@
-"""Marks of sessions that lost a call while the database could not be written, in a file until the database has them.
+"""Marks of sessions that lost a call while the database could not be written. A file keeps them until the database has
+them.
 
 Promises:
 
@@ -113,7 +114,7 @@ class OutageMarks:
         for file in sorted(self._folder.glob(f"{self._prefix}*")):
             try:
                 fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-            except FileNotFoundError:  # another start has just used it
+            except FileNotFoundError:  # another process that just started has removed it
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

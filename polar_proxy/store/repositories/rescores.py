@@ -27,7 +27,7 @@ from polar_proxy.store.encoding.serializer import RowBatch, TableRow, engine_row
 from polar_proxy.types import CallRecord, EngineInfo, Logprobs, TokenIds
 
 RESCORED_BUILDER = "rescored"
-"""The builder whose traces use rescores."""
+"""Name of the builder whose traces use rescores."""
 _rs = schema.rescores.c
 _c = schema.calls.c
 

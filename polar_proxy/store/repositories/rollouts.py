@@ -199,7 +199,8 @@ class RolloutRepository(Repository):
         return (await self._rows(RolloutRow, query.limit(limit)))[::-1]
 
     async def explain_no_match(self, where: str) -> str:
-        """Return why no rollout matches: for each condition its number of matches, or if 0, the values of its field."""
+        """Return why no rollout matches: the number of matches of each condition and, where that is 0, the values that
+        its field has."""
         total = await self._count()
         if not total:
             return "The database has no rollouts."

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 SessionOrigin = Literal["key", "open", "rollout", "user"]
 """Created by `polar session new`, by an unknown key on the loopback interface, for a rollout, or for the model that
-plays the user of a dialogue. Exports take the last kind only if it is named."""
+plays the user of a dialogue. Exports contain a session of the last kind only if that session is named."""
 IncompleteReason = Literal["unrecorded_calls"]
 """Why a session must not be trained on: calls were answered that could not be recorded."""
 ApiRole = Literal["admin", "trainer"]
@@ -207,7 +207,7 @@ class SessionRepository(Repository):
         return await self._row(SessionSummary, _select_summaries.where(_s.session_id == session_id))
 
     async def ids_of_rollout(self, rollout_id: str, *, closed: bool = False) -> list[str]:
-        """Return the sessions of all attempts at a rollout, oldest first. `closed`: only closed ones."""
+        """Return the ids of the sessions of all attempts at a rollout, oldest first. `closed`: only of closed ones."""
         query = select(_s.session_id).where(_s.rollout_id == rollout_id).order_by(_s.session_id)
         return await self._scalars(query.where(_s.closed_at.is_not(None)) if closed else query)
 
@@ -224,7 +224,7 @@ class ApiKeyRow:
 
     @property
     def title(self) -> str:
-        """Label and name of the key, as the author of what is given with it."""
+        """Label and name of the key. Remarks that are sent with the key have this text as their author."""
         return f"{self.label or 'key'} {self.name}"
 
 

@@ -57,7 +57,7 @@ _select_runs = select(
         lines=func.coalesce(_of_run.with_only_columns(func.max(_l.position) + 1).scalar_subquery(), 0),
     )
 )
-"""The values of the last columns come from an index each, whatever number of lines a run has."""
+"""Each of the last three values is found by an index, so that the query is fast for any number of lines."""
 
 
 class TrainingRepository(Repository):

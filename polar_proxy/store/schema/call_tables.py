@@ -143,7 +143,7 @@ completions = Table(
 )
 
 provider_ids = Table(
-    "provider_ids",  # ids that a provider gave to a response that was passed through; later requests refer by them
+    "provider_ids",  # ids that a provider gave to a passed-through response and its items; later requests refer to them
     metadata,
     Column("call_id", Text, ForeignKey("calls.call_id", ondelete="CASCADE"), primary_key=True),
     Column("provider_id", Text, primary_key=True),

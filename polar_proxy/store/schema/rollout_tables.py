@@ -180,7 +180,7 @@ rewards = Table(
     "rewards",
     metadata,
     Column("reward_id", Text, primary_key=True),
-    # One of the two is set: a session that has a rollout gets no reward of its own.
+    # One of the two is set: the rewards of a session that has a rollout are stored with the rollout.
     Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), index=True),
     Column("session_id", Text, ForeignKey("sessions.session_id"), index=True),
     # No foreign keys: a reward outlives its trace, which a later build may replace.

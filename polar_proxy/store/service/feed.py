@@ -7,8 +7,8 @@ Promises, for any number of consumers and processes on one database:
 * A group whose staleness exceeds the consumer's limit or the group's own limit is dropped, never delivered.
 * An unfinished group that is already too stale is dropped: `drop_stale` runs before rollouts are claimed.
 
-The staleness of a group is the trainer's policy version minus the lowest policy version at which a rollout of the group
-was started.
+The staleness of a group is the trainer's policy version minus the lowest policy version at which one of its rollouts
+was claimed. Rollouts that failed or were cancelled do not count.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class GroupLease:
     consumer: str
     expires_at: float
     staleness: int | None
-    """Number of policy versions between the group's oldest rollout and the trainer; None if versions are not
-    numbers."""
+    """Number of policy versions between the group's oldest rollout and the trainer; None if a version is missing or not
+    a number."""
     policy_version: str | None = None
-    """The policy version with which the group's oldest rollout started; None if versions are not numbers."""
+    """The policy version at which the group's oldest rollout was claimed; None if a version is missing or not a
+    number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +262,8 @@ def _set_delivery(
 
 
 def _oldest_version(connection: Connection, group_id: str) -> int | None:
-    """Return the lowest policy version of the group's finished rollouts; None if one of them is not a number."""
+    """Return the lowest policy version of the group's finished rollouts; None if a version is missing or not a
+    number."""
     query = select(_r.policy_version).where(_r.group_id == group_id, _r.status.in_(("done", "timed_out")))
     versions = [_number(version) for version in connection.scalars(query)]
     known = [version for version in versions if version is not None]

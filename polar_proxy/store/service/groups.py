@@ -1,8 +1,8 @@
 """Groups: cancelling, settling (ending a group whose rollouts have all ended), and overflow.
 
-Overflow means the rollouts that still run when their group is complete: n + k rollouts start, and n complete the group.
-As in APRIL (arXiv:2509.18521), overflow can be carried over to a later group of the same task instead of being
-cancelled, so that its work is not lost.
+Overflow is the rollouts that still run when their group is complete: n + k rollouts start, and n complete the group. As
+in APRIL (arXiv:2509.18521), overflow can be carried over to a later group of the same task instead of being cancelled,
+so that its work is not lost.
 
 A carried-over rollout changes places with a rollout of the later group that has not started. That one moves to the
 first group and is cancelled. So every group keeps its size and each rollout counts in one group. If there is no such
@@ -93,8 +93,9 @@ class GroupRepository(Repository):
     async def settle(self, group_id: str) -> tuple[GroupRow, bool] | None:
         """End a group whose rollouts have all ended. If it was the last open group of its job, end the job too.
 
-        Returns the group, and True if it was ended now or False if it had ended before. Returns None if a rollout has
-        not ended. A group for training then waits for a consumer, or is dropped if none of its rollouts finished.
+        A group for training then waits for a consumer, or is dropped if none of its rollouts finished. Returns the
+        group, and True if it was ended now or False if it had ended before. Returns None, and changes nothing, if a
+        rollout has not ended.
         """
         now = time.time()
         mine = _g.group_id == group_id
@@ -166,8 +167,8 @@ class GroupRepository(Repository):
     ) -> list[str]:
         """Give a new group the overflow of the same task that waits in holding groups (see the top of this module).
 
-        Each rollout takes the place of one of the new group that has not started. Returns the ids of the rollouts that
-        the new group got.
+        Each of these rollouts replaces one of the new group that has not started. Returns the ids of the rollouts that
+        were moved.
 
         If policy versions are numbers, overflow that is more than `max_staleness` versions older than `policy_version`
         is left out, because one such rollout would make the whole group stale.
@@ -214,7 +215,8 @@ def _end_job(connection: Connection, job_id: str, now: float) -> None:
 
 
 def _places(connection: Connection, task_id: str, which: ColumnElement[bool]) -> list[Any]:
-    """Return the places for overflow: rollouts of this task that have not started, in open groups that accept it.
+    """Return the rollouts that overflow may replace: those of this task that have not started, in open groups that
+    accept overflow.
 
     They are in queue order. `which`: a condition on the groups.
     """
@@ -230,7 +232,7 @@ def _places(connection: Connection, task_id: str, which: ColumnElement[bool]) ->
 
 
 def _take_place(rollout: Any, places: list[Any]) -> Any | None:
-    """Remove the first place that fits `rollout` from `places` and return it, or return None if no place fits."""
+    """Remove from `places` the first rollout that `rollout` may replace, and return it; None if there is none."""
     for place in places:
         # The sandbox is not compared: it may be chosen later. The model is empty if the engine was not known yet.
         models = {rollout.model, place.model} - {""}

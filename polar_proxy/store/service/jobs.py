@@ -110,7 +110,7 @@ class JobRepository(Repository):
 
         The tasks must be stored already. If the idempotency key is known, its job is returned; UsageError is raised if
         that job has another `spec`. `owned`: the job belongs to this process (`polar run`), which alone claims its
-        rollouts. `callback_url`: is notified when a group or the job ends.
+        rollouts. `callback_url`: gets a request when a group or the job ends.
         """
         now = time.time()
         job_id = new_id("job")

@@ -29,7 +29,7 @@ from polar_proxy.store.repositories.rollouts import (
 )
 
 CANCEL_REQUESTED = "cancel_requested"
-"""The cause of a claimed rollout that its worker must end."""
+"""The value of `rollouts.cause` by which the worker of a claimed rollout is asked to end it."""
 
 _THROUGHPUT_LEASES = 256
 """The number of newest acknowledged leases from which the consumers' throughput is measured."""
@@ -187,7 +187,8 @@ class FleetRepository(Repository):
         return row
 
     async def update(self, wanted: FleetRow, *, only_if: FleetRow | None = None) -> bool:
-        """Pause or resume all servers and return True; with `only_if`, do nothing and return False in any other state.
+        """Pause or resume all servers and return True. If `only_if` is given and is not the present state, change
+        nothing and return False.
 
         A pause waits for the claims in progress, so that `in_flight` includes their rollouts afterwards.
         """
@@ -213,7 +214,8 @@ class FleetRepository(Repository):
 
 
 def staleness_filter(connection: Connection) -> ColumnElement[bool] | None:
-    """Return a condition on rollouts that holds back groups which would be delivered too stale, or None.
+    """Return a condition on rollouts that holds back groups which would be delivered too stale; None if no unfinished
+    group has a limit or the throughput of the consumers is unknown.
 
     The feed delivers the oldest groups first. If consumers take G groups per policy version, a group with A groups for
     training before it (waiting, or started and not finished) is delivered floor(A / G) or more versions from now. If

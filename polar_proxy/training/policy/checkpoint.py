@@ -35,10 +35,10 @@ class TrainerState:
     updates: int
     """Number of steps that changed the weights."""
     version: str
-    """Policy version of these weights."""
+    """Policy version of the run's weights."""
     trained: tuple[str, ...]
-    """Groups on which these weights were trained (or that had no signal) and whose leases may still be open. Such
-    a group is acknowledged if it is offered again, and never trained again."""
+    """Groups that the weights were trained on (or that had no signal) and whose leases may still be open. If such a
+    group is offered again, it is acknowledged and not trained again."""
     rounds: int = 0
     """Number of rounds of rollouts that were started."""
     minutes: float = 0.0

@@ -9,9 +9,9 @@ Promises (tests/training/test_fsdp.py):
   processes.
 * No process outlives the main process. If one of the others ends, the run ends and reports the reason.
 
-The main process has rank 0, and has the feed, the engine and the checkpoints. Before each method of its learner it
-sends the name of the method to the other processes through a pipe. So no process waits inside a collective operation,
-which has a time limit, while rollouts take hours.
+The main process has rank 0, and has the feed, the engine and the checkpoints. Before it runs a method of its learner,
+it sends the method's name to the other processes through pipes. Between methods the others wait at their pipes and not
+inside a collective operation, which has a time limit, because rollouts may take hours.
 
 Source: `torch.distributed.fsdp.fully_shard`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -224,7 +224,7 @@ class ShardedCoordinator(ShardedLearner):
 
 @contextlib.contextmanager
 def launch_sharded(model: Path, reference: Path | None, config: GrpoConfig) -> Iterator[ShardedCoordinator]:
-    """Start the other processes, which load `model` and `reference` from the same folders; end them with the block.
+    """Start the other processes, which load `model` and `reference` from these folders; stop them when the block ends.
 
     Raises TrainingError if there are fewer GPUs than processes, or one of the processes does not start.
     """

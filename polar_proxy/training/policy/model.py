@@ -238,10 +238,10 @@ class Learner:
                 microbatch.older_logprobs = torch.where(here, values, microbatch.older_logprobs)
 
     def _version_numbers(self, microbatch: Microbatch, step: int) -> list[int]:
-        """Return for each sampled token [s] the number of the training step that made the policy which sampled it.
+        """Return the policy version of each sampled token [s] as a number: how many steps its weights were trained for.
 
-        `step`: the number of the current policy; in a synchronous run, tokens of an unknown version count as its own.
-        In any other case, raises TrainingError for a version that is not of this run.
+        `step`: the version of the current weights. In a synchronous run, tokens of an unknown version count as sampled
+        by them. Raises TrainingError for any other version that is not of this run (0 to `step`).
         """
         numbers = []
         for version in microbatch.versions:

@@ -67,9 +67,10 @@ def pack_for_processes(sequences: Sequence[Ids], max_tokens: int, processes: int
 
 
 def assign_to_processes(costs: Sequence[int], processes: int) -> list[list[int]]:
-    """Return for each process the indices of its costs, assigned largest first, each to the least loaded process.
+    """Distribute passes of these costs over processes; return for each process the indices of its passes.
 
-    The result is deterministic, so that all processes compute the same assignment.
+    The passes are taken in order of falling cost, and each goes to the process with the least cost so far. The result
+    is deterministic, so that all processes compute the same assignment.
     """
     assigned: list[list[int]] = [[] for _ in range(processes)]
     loads = [0] * processes

@@ -21,7 +21,7 @@ from polar_proxy.view.context import ViewContext
 MOST = 6
 """Maximum number of rollouts that are shown side by side."""
 _SHOWN_ANYWAY = {"harness", "sandbox"}
-"""Options that the page shows as they were used, with the version of the agent and the kind of sandbox."""
+"""Options whose values the page always shows, with the agent's version and the chosen kind of sandbox."""
 Chosen = Annotated[list[str], Query(alias="run", description="Ids of rollouts, or the beginnings of ids.")]
 
 

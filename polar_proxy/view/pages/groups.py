@@ -106,7 +106,7 @@ async def _read_training(store: Store, group_id: str, leases: Sequence[LeaseRow]
 
 
 def _read_config(values: Json) -> GrpoConfig | None:
-    """Return the settings of a run; None for those of another trainer than Polar's."""
+    """Return the settings of a run; None if they are not settings of Polar's trainer."""
     try:
         return GrpoConfig.model_validate(values)
     except ValidationError:

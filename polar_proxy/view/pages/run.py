@@ -163,7 +163,7 @@ def _is_live(rollout: RolloutRow | None, session: SessionSummary | None) -> bool
 async def call_values(
     view: ViewContext, calls: Sequence[CallSummary], call_id: str | None, *, whole: bool = False
 ) -> Json:
-    """Return the values of the part that shows one call. `whole`: with all messages, also in the form received."""
+    """Return the template values of one call. `whole`: include all messages, and the request as it was received."""
     place = {call.call_id: index for index, call in enumerate(calls)}
     if call_id not in place:
         return {"call": None, "shown": None, "number": None, "summary": None, "is_story": False}
