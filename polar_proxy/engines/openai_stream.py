@@ -201,7 +201,7 @@ class ChunkDecoder:
     def _check_ids(self, ids: Sequence[int], texts: Sequence[str]) -> None:
         """Raise EngineError if one of `texts`, the texts beside the log-probabilities, is `token_id:N` with an N other
         than the token's id."""
-        if _ID_NAME not in "".join(texts):  # most servers send no ids here
+        if len(ids) == len(texts) and _ID_NAME not in "".join(texts):  # most servers send no ids here
             return
         for token_id, text in zip(ids, texts, strict=True):
             if text.startswith(_ID_NAME) and text[len(_ID_NAME) :] != str(token_id):
