@@ -7,7 +7,6 @@ through here. `configure_logging` is the only place that configures the log.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import logging
@@ -15,7 +14,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -70,19 +69,22 @@ def message_lines(text: str, limit: int = _LONGEST_MESSAGE) -> str:
 _log_ids: ContextVar[Mapping[str, str]] = ContextVar("polar_log_ids", default=MappingProxyType({}))
 
 
-@contextlib.contextmanager
-def log_context(**ids: str | None) -> Iterator[None]:
-    """Add these ids to every line that is logged in the block, also by tasks that it starts. None: not known."""
-    known = {name: value for name, value in ids.items() if value is not None}
-    token = _log_ids.set({**_log_ids.get(), **known})
-    try:
-        yield
-    finally:
-        _log_ids.reset(token)
+class LogContext:
+    """Ids that are added to every line that is logged in the `with` block, also by tasks that it starts."""
+
+    def __init__(self, **ids: str | None) -> None:
+        """An id that is None is left out."""
+        self._ids = {name: value for name, value in ids.items() if value is not None}
+
+    def __enter__(self) -> None:
+        self._token = _log_ids.set({**_log_ids.get(), **self._ids})
+
+    def __exit__(self, *error: object) -> None:
+        _log_ids.reset(self._token)
 
 
 class SafeLogFormatter(logging.Formatter):
-    """Formats a record, with its traceback, as one message. Ids of `log_context` that the message does not name are
+    """Formats a record, with its traceback, as one message. Ids of `LogContext` that the message does not name are
     appended."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:

@@ -42,7 +42,7 @@ from polar_proxy.gateway.responses.conversations import ConversationRoute, Conve
 from polar_proxy.gateway.responses.stored_responses import StoredResponseRoute, StoredResponseRoutes
 from polar_proxy.gateway.responses.websocket import ResponsesWebSocket
 from polar_proxy.gateway.routing import EngineRouter
-from polar_proxy.terminal import log_context
+from polar_proxy.terminal import LogContext
 from polar_proxy.types import EngineInfo, new_id
 
 _MODEL_ROUTES: dict[str, Dialect] = {
@@ -96,7 +96,7 @@ class GatewayApp:
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         request_id = new_id("req")
-        with log_context(request_id=request_id):
+        with LogContext(request_id=request_id):
             await self._serve(scope, receive, asgi.with_request_id(send, request_id))
 
     async def _serve(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:

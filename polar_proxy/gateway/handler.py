@@ -61,7 +61,7 @@ from polar_proxy.sessions.identity import read_betas, read_client_metadata
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.terminal import log_context
+from polar_proxy.terminal import LogContext
 from polar_proxy.types import ChatRequest, EngineRequest, new_id
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class RequestHandler:
             headers = asgi.read_headers(scope)
             session = await self.find_session(headers, path_key, scope)
             with (
-                log_context(session_id=session.session_id, rollout_id=session.rollout_id),
+                LogContext(session_id=session.session_id, rollout_id=session.rollout_id),
                 session.in_request(),
                 self.bodies.reserve(session.session_id) as reservation,
             ):
@@ -239,7 +239,7 @@ class RequestHandler:
                 request = answered_by_polar(request)
             calls = await self._place(request, buffer.size, reservation.final_answer)
             # The id of its first call is also the request's id in the headers of the answer.
-            with log_context(call_id=calls[0].call_id, request_id=calls[0].call_id):
+            with LogContext(call_id=calls[0].call_id, request_id=calls[0].call_id):
                 return await self._answer_reserved(
                     request, calls, reservation, buffer, receive, send, repeatable=repeatable
                 )
@@ -341,7 +341,8 @@ class RequestHandler:
         info = request.engine.served.engine.info
         hosted = "hosted" in info.capabilities
         sampled = replace(
-            apply_policy(engine_request, request.session.policy, hosted=hosted),
+            engine_request,
+            sampling=apply_policy(engine_request.sampling, request.session.policy, hosted=hosted),
             model=engine_request.model or info.model,
             large=request.large,
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -15,24 +14,22 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class BusyClock:
-    """Measures the time in which at least one call was in the engine."""
+    """Measures the time in which at least one call was in the engine: each call enters it as a context manager."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._calls = 0
         self._since = self._earlier = 0.0
 
-    @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         if self._calls == 0:
             self._since = self._clock()
         self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if self._calls == 0:
-                self._earlier += self._clock() - self._since
+
+    def __exit__(self, *error: object) -> None:
+        self._calls -= 1
+        if self._calls == 0:
+            self._earlier += self._clock() - self._since
 
     def seconds(self) -> float:
         """Return the measured time until now, including that of calls that have not ended."""

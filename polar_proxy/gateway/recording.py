@@ -41,6 +41,7 @@ from polar_proxy.types import (
     EngineInfo,
     EngineRequest,
     Json,
+    Sampling,
     TokenIds,
 )
 
@@ -420,21 +421,20 @@ _REPLACED = (
 )
 
 
-def apply_policy(request: EngineRequest, policy: Json, *, hosted: bool = False) -> EngineRequest:
-    """Return the request with the session's sampling policy applied and, unless the model is hosted, every default
+def apply_policy(sampling: Sampling, policy: Json, *, hosted: bool = False) -> Sampling:
+    """Return the parameters with the session's sampling policy applied and, unless the model is hosted, every default
     written out.
 
     `policy` may hold the parameters in `_REPLACED`; each replaces the client's value. It may also hold max_tokens,
     which limits the client's value, and replaces it if the client gave none.
     """
-    sampling = request.sampling
     defaults = {} if hosted else _DEFAULTS
     changes: Json = {name: value for name, value in defaults.items() if getattr(sampling, name) is None}
     changes |= {name: policy[name] for name in _REPLACED if name in policy}
     limit = policy.get("max_tokens")
     if limit is not None:
         changes["max_tokens"] = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)
-    return replace(request, sampling=replace(sampling, **changes))
+    return replace(sampling, **changes)
 
 
 def recorded_sampling(request: EngineRequest, engine: EngineInfo, past_reasoning: str | None = None) -> Json:

@@ -52,7 +52,7 @@ class ResponseBuffer:
         self.retried = False
         """True if this request failed, and an equal one came afterwards."""
         self.ended_at: float | None = None
-        self.size = sum(len(message) for messages in request.parsed.messages for message in messages)
+        self.size = sum(sum(map(len, messages)) for messages in request.parsed.messages)
         """Size of the request's messages and of the response so far, in bytes."""
         self._grace = grace
         self._deadline = 0.0
@@ -143,8 +143,10 @@ class ResponseBuffer:
         )
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Wake those who wait for a change: clients that follow, and the call itself once its client is gone."""
+        if self._listeners or self.disconnected:
+            self._changed.set()
+            self._changed = asyncio.Event()
 
 
 class RetryCache:

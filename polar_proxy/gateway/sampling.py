@@ -65,7 +65,7 @@ class CallSampler:
             if call.limit is not None:
                 events = call.limit.apply(events)
             async with contextlib.aclosing(events):
-                with self._metrics.busy.call():
+                with self._metrics.busy:
                     async for event in events:
                         wait.received()
                         if call.first_token_at is None:

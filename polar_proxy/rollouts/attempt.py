@@ -52,7 +52,7 @@ from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.repositories.rollouts import Claim, ClaimLostError
 from polar_proxy.tasks import Task, check_task, task_from_json
-from polar_proxy.terminal import log_context
+from polar_proxy.terminal import LogContext
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import CallRecord
 from sandboxes.base import Mount, Sandbox, SandboxKind, uncancellable
@@ -153,7 +153,7 @@ class AttemptRunner:
 
     async def run(self, claim: Claim) -> None:
         """Run one attempt to a final status in the store (see `worker.AttemptFunction`)."""
-        with log_context(rollout_id=claim.rollout_id):
+        with LogContext(rollout_id=claim.rollout_id):
             await self._run(RunningAttempt(claim))
 
     async def _run(self, attempt: RunningAttempt) -> None:

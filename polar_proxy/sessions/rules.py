@@ -285,9 +285,9 @@ def match(rules: Iterable[Rule], texts: RequestTexts, metadata: ClientMetadata) 
         if (
             (rule.tools is None or rule.tools == texts.tools)
             and (rule.request_kind is None or rule.request_kind == metadata.request)
-            and (rule.system is None or _is_in(rule.system, texts.system))
-            and (rule.first is None or any(_is_in(rule.first, text) for text in texts.first))
-            and (rule.last is None or _is_in(rule.last, texts.last))
+            and (rule.system is None or _finder(rule.system)(texts.system))
+            and (rule.first is None or any(map(_finder(rule.first), texts.first)))
+            and (rule.last is None or _finder(rule.last)(texts.last))
         ):
             return rule
     return None
@@ -296,11 +296,7 @@ def match(rules: Iterable[Rule], texts: RequestTexts, metadata: ClientMetadata) 
 def match_changed(rules: Iterable[Rule], changed: Iterable[Message]) -> Rule | None:
     """Return the first rule whose `last` pattern is in one of the messages that changed."""
     texts = [_ends_of(text_of(message)) for message in changed]
-    return next((rule for rule in rules if rule.last and any(_is_in(rule.last, text) for text in texts)), None)
-
-
-def _is_in(pattern: str, text: str) -> bool:
-    return bool(text) and _finder(pattern)(text) is not None
+    return next((rule for rule in rules if rule.last and any(map(_finder(rule.last), texts))), None)
 
 
 @cache

@@ -10,7 +10,7 @@ from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.store import Store
 from polar_proxy.traces.builders import build
 from polar_proxy.traces.grades import DistributionNotes, off_distribution_note
-from polar_proxy.types import ChatRequest, Json, Sampling
+from polar_proxy.types import Json, Sampling
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, client, recorded_calls
 
@@ -56,5 +56,5 @@ async def test_the_setting_overrides_the_agent(serve: Serve, store: Store, asked
 
 def test_a_rollouts_policy_replaces_all_that_changes_the_distribution() -> None:
     asked = Sampling(0.0, 0.9, 5, 0.1, 100, 7, (), 1, 0.5, 0.5, 1.2, {"5": 10.0})
-    sent = apply_policy(ChatRequest("m", (), sampling=asked), RolloutSpec().session_policy()).sampling
+    sent = apply_policy(asked, RolloutSpec().session_policy())
     assert sent == Sampling(1.0, 1.0, 0, 0.0, 100, 7, (), 1, 0.0, 0.0, 1.0)

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import ExitStack
 
 import httpx
+import pytest
 
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway.metrics import BusyClock
@@ -17,20 +18,24 @@ def test_counts_time_with_several_calls_once() -> None:
     busy = BusyClock(lambda: now)
     assert busy.seconds() == 0.0
     with ExitStack() as first, ExitStack() as second:
-        first.enter_context(busy.call())
+        first.enter_context(busy)
         now = 103.0
-        second.enter_context(busy.call())
+        second.enter_context(busy)
         assert busy.seconds() == 3.0  # a call that has not ended counts until now
         now = 104.0
         first.close()
         now = 110.0
     now = 150.0  # no calls in the meantime
     assert busy.seconds() == 10.0
-    call = busy.call()
-    call.__enter__()
-    now = 151.0
-    failure = RuntimeError("the engine failed")
-    assert call.__exit__(RuntimeError, failure, None) is not True
+
+    def failing_call() -> None:
+        nonlocal now
+        with busy:
+            now = 151.0
+            raise RuntimeError("the engine failed")
+
+    with pytest.raises(RuntimeError):
+        failing_call()
     assert busy.seconds() == 11.0
 
 

@@ -21,7 +21,7 @@ from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.sessions.registry import SessionRegistry
 from polar_proxy.store import SessionRow, Store
 from polar_proxy.tasks import get_source
-from polar_proxy.types import ChatRequest, Message, Sampling, TextRequest
+from polar_proxy.types import ChatRequest, Message, Sampling
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, new_session
 from tests.until import GUARD_SECONDS
@@ -172,9 +172,8 @@ async def test_applies_the_sessions_sampling_policy(serve: Serve, store: Store) 
 
 @pytest.mark.parametrize(("asked", "limit", "got"), [(None, 10, 10), (5, 10, 5), (50, 10, 10), (5, None, 5)])
 def test_max_tokens_is_an_upper_bound(asked: int | None, limit: int | None, got: int) -> None:
-    request = TextRequest("m", "p", Sampling(max_tokens=asked))
     policy = {} if limit is None else {"max_tokens": limit}
-    assert apply_policy(request, policy).sampling.max_tokens == got
+    assert apply_policy(Sampling(max_tokens=asked), policy).max_tokens == got
 
 
 @pytest.mark.parametrize(
@@ -228,13 +227,13 @@ async def test_a_slow_session_lookup_delays_no_other_key(store: Store, monkeypat
 
 def test_every_default_of_a_generation_config_is_sent() -> None:
     """Otherwise a server's `generation_config` would change the distribution, and the record would not show it."""
-    request = apply_policy(ChatRequest("m", (Message("user", "hi"),)), {})
+    request = ChatRequest("m", (Message("user", "hi"),), sampling=apply_policy(Sampling(), {}))
     body = chat_body(request, stream=False)
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     assert {name: body.get(name) for name in neutral} == neutral
     assert recorded_sampling(request, INFO).items() >= neutral.items()
-    own = replace(request, sampling=replace(request.sampling, repetition_penalty=1.2))
-    assert chat_body(apply_policy(own, {}), stream=False)["repetition_penalty"] == 1.2
+    own = replace(request, sampling=apply_policy(Sampling(repetition_penalty=1.2), {}))
+    assert chat_body(own, stream=False)["repetition_penalty"] == 1.2
 
 
 async def test_sessions_in_use_stay_in_memory_and_others_are_dropped_under_all_their_names(

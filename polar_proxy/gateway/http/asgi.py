@@ -140,6 +140,7 @@ def _reject_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
+_REQUEST_ID_NAMES = frozenset({b"x-request-id", b"request-id"})
 _request_id: ContextVar[str | None] = ContextVar("polar_request_id", default=None)
 
 
@@ -179,7 +180,7 @@ def with_request_id(send: Send, request_id: str) -> Send:
     async def identified_send(message: Any) -> None:
         if message["type"] in ("http.response.start", "websocket.http.response.start"):
             headers = list(message.get("headers", ()))
-            if all(name not in (b"x-request-id", b"request-id") for name, _ in headers):
+            if _REQUEST_ID_NAMES.isdisjoint([name for name, _ in headers]):
                 message = {**message, "headers": headers + request_id_headers(request_id)}
         await send(message)
 

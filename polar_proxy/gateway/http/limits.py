@@ -228,7 +228,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         if problem is not None:
             self._stop(problem)
         self._reading, self._unread = "body", 0
-        self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        self._chunked = b"transfer-encoding" in [name for name, _ in self.headers]
         self._content = 0
         if self._timed == "body":  # that of the request before
             self.start_pace(_BODY)
