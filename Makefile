@@ -4,9 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# Test files run in this many processes, each with one thread: make test PROCESSES=8. Tests also wait, so four processes
+# Test files run in this many processes, each with one thread: make test PROCESSES=8. Tests also wait, so five processes
 # are right for two cores.
-PROCESSES ?= 4
+PROCESSES ?= 5
 # Hundreds of processes that tests start import Polar; without bytecode files each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 LLAMA ?= $(or $(POLAR_HOME),$(HOME)/.polar)/llama-server/0.3.36

@@ -33,6 +33,6 @@ def test_every_reason_is_explained() -> None:
     assert {f"grade_{grade}" for grade in GRADES if grade not in TRAINABLE} <= TRACES.keys()
     assert set(get_args(CallStatus)) - {"ok"} <= CALLS.keys()
     returned = re.findall(r'return "(\w+)"', inspect.getsource(grades.exclusion_reason))
-    documented = re.findall(r"`(\w+)`", (scoring.__doc__ or "").split("Reasons:")[1])
+    documented = re.findall(r"`(\w+)`", (scoring.__doc__ or "").split("Reasons for which an answer is left out:")[1])
     assert set(returned) | set(documented) <= CALLS.keys()
     assert explain("client_gone", 1).startswith("1 left out as client_gone: calls whose agent disconnected")
