@@ -146,7 +146,8 @@ def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> T
             raise ValueError(f"The parent {here.parent_trace_id} of the trace {here.trace_id} is missing")
         shared = here.branch_at - parent.branch_at
         if not 0 < shared <= len(parent.token_ids):
-            raise ValueError(f"The trace {here.trace_id} branches from {parent.trace_id} beyond its tokens")
+            position = f"a position outside of the tokens of {parent.trace_id}"
+            raise ValueError(f"The trace {here.trace_id} branches from {parent.trace_id} at {position}")
         pieces.append((parent, shared))
         here = parent
     pieces.reverse()

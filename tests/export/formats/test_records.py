@@ -84,7 +84,7 @@ def test_trl_trains_the_longest_sequence_on_request() -> None:
 
 def test_trl_refuses_to_split_a_group() -> None:
     many = SimpleNamespace(accelerator=SimpleNamespace(num_processes=2), num_generations=4, temperature=1.0)
-    with pytest.raises(UsageError, match="split a group"):
+    with pytest.raises(UsageError, match="split recorded groups"):
         trl.RecordedRollouts([group()])(["any"] * 4, many)
     with pytest.raises(UsageError, match="not a whole number of groups"):
         trl.RecordedRollouts([group()])(["any"] * 6, TRAINER)
