@@ -1,7 +1,7 @@
 """`bubblewrap`: Linux namespaces without a daemon. Starts in about ten milliseconds, as root or as any user.
 
-The root file system is made from an allow-list: only the system's programs and libraries and the files of /etc that
-every user may read appear, read-only. The rest of the host (homes, /run and its sockets, /tmp, /var, /srv, checkouts,
+The root file system is read-only and made from an allow-list. It has the system's programs and libraries, and those
+files of /etc that every user may read. The rest of the host (homes, /run and its sockets, /tmp, /var, /srv, checkouts,
 databases) is not visible inside unless it is mounted.
 """
 

@@ -28,8 +28,8 @@ from polar_proxy.types import Json
 
 _WORKING = FleetRow(None, None)
 _GRACE_SECONDS = 60.0
-"""While a request waits until no server runs a rollout, all servers are paused provisionally. If the process is killed
-and does not renew the pause, it ends this many seconds after the renewal was due."""
+"""While a request waits until no server runs a rollout, it holds a provisional pause on all servers and renews it. If
+the process is killed, the pause ends this many seconds after the next renewal was due."""
 _RENEW_SECONDS = 30.0
 """Seconds after which a waiting request renews its provisional pause."""
 

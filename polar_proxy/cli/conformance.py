@@ -197,8 +197,8 @@ def drift(
         bool,
         typer.Option(
             "--awkward",
-            help="Have the engine give answers that agents and chat templates often change. vllm needs a plugin for it "
-            "(scripts/fidelity.sh).",
+            help="Have the engine give answers that many agents and chat templates send back altered. vllm needs a "
+            "plugin for it (scripts/fidelity.sh).",
         ),
     ] = False,
     sandbox: options.Sandbox = "auto",

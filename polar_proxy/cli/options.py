@@ -98,7 +98,7 @@ Seed = Annotated[
 ]
 Instances = Annotated[
     int | None,
-    typer.Option(min=1, help="Run N tasks, from --seed on. Default: all of a file or folder, one of a family."),
+    typer.Option(min=1, help="Run N tasks, from --seed on. Default: all tasks of a file or folder, one of a family."),
 ]
 Concurrency = Annotated[int | None, typer.Option(min=1, help="Maximum number of rollouts that run at a time.")]
 LogLevel = Annotated[

@@ -281,7 +281,8 @@ def make_record(
 ) -> CallRecord:
     """Return the record of a call.
 
-    Status `ok` becomes `budget` for Polar's own answer, else `no_tokens` if token ids or log-probabilities are missing.
+    Status `ok` becomes `budget` if Polar gave the answer itself, or else `no_tokens` if token ids or log-probabilities
+    are missing.
     """
     answer, lineage, plan = call.answer, call.lineage, call.plan
     engine = call.engine.served.engine.info

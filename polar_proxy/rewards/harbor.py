@@ -98,8 +98,8 @@ async def _read_rewards(workspace: Workspace, result: CommandResult, seconds: fl
 
     Raises ValueError if there is no valid reward file, or if the tests timed out or were killed.
 
-    The sandbox's processes are ended first, and the files are read from outside: programs of the agent that still run
-    cannot change them, and programs that the agent replaced do not read them."""
+    The sandbox's processes are ended first, so that no program of the agent can still change the files. These are read
+    from outside of the sandbox, because the agent may have replaced programs inside, such as `cat`."""
     if result.timed_out:
         raise ValueError(f"tests/test.sh did not end within {seconds:g} s")
     if result.exit_code >= 128:

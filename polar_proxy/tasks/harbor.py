@@ -171,7 +171,7 @@ def _variables(config: dict[str, Any], section: str) -> dict[str, str]:
             raise BadTaskError(f"task.toml: {section}.env.{name}: must be text")
         if "${" in value:
             raise BadTaskError(
-                f"task.toml: {section}.env.{name}: must not contain ${{: variables of the host are not passed on"
+                f"task.toml: {section}.env.{name} must not contain '${{': variables of the host are not passed on"
             )
     return dict(variables)
 

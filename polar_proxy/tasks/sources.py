@@ -211,7 +211,7 @@ class TaskList:
         return tuple(entry for entry in self._entries if isinstance(entry, TaskRefusal))
 
     def select(self, seed: int | None, instances: int | None) -> list[Task]:
-        """Return the tasks that can be run from position `seed` on, at most `instances` (see `load_tasks`)."""
+        """Return at most `instances` of the tasks that can be run, starting at position `seed` (see `load_tasks`)."""
         if seed is None:
             return [self.task(position) for position in self.seeds[:instances]]
         following = [position for position in self.seeds if position >= seed][:instances]

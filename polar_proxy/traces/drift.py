@@ -145,7 +145,7 @@ def find_context_start(
 
 
 def _turn_ends_within_answer(turn_ends: np.ndarray, spans: Sequence[Span]) -> bool:
-    """Return whether an answer continues after an end of turn, which a rendering of its text would not show."""
+    """Return whether an answer has tokens after an end of turn. A rendering of its text would not have them."""
     position = 0
     for span in spans:
         size = span.end - span.start

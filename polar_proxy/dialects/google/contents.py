@@ -38,7 +38,7 @@ _IGNORED_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class SignedReasoning:
-    """The content of a `thoughtSignature`: reasoning, and the tool call if the part shows one as text."""
+    """The content of a `thoughtSignature`: reasoning, and the tool call of a part that shows a call as text."""
 
     start: int = 0
     """Position in the turn's reasoning, in characters, at which `reasoning` begins."""

@@ -54,7 +54,7 @@ Render = Callable[[list[Json], bool], Awaitable[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class OwnForm:
-    """The tokens of an answer with tool calls, as the template writes it, and the arguments of its calls."""
+    """An answer with tool calls: its tokens in the template's format, and the arguments of its calls."""
 
     name: str
     ids: tuple[int, ...]

@@ -52,7 +52,8 @@ def datum_spec(rows: list[TrainingRow], idx: int = 0) -> Json:
 
 
 def load(record: Json, *, temperature: float) -> Json:
-    """Return the record with tensors in each message of k tokens: `token_ids` int64, `generation_logprobs` float32 [k].
+    """Return the record with two tensors in each message: `token_ids` int64 and `generation_logprobs` float32, both
+    [tokens of the message].
 
     `temperature`: that of the trainer (`policy.generation.temperature`). Raise RowError if the record has another.
     """

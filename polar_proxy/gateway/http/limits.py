@@ -39,7 +39,7 @@ _BODY = "request body"
 _PIPELINED = 8
 """Maximum number of requests that a connection may send before the answer to its first one."""
 _SESSION_SHARE = 4
-"""The bodies of one session may use the budget for bodies divided by this number."""
+"""The bodies of one session get at most 1/n of the budget for all bodies, with this n."""
 
 
 def raise_descriptor_limit() -> int:

@@ -176,7 +176,7 @@ class RequestChains:
 
     @property
     def size(self) -> int:
-        """Approximate memory in bytes; most nodes are shared with no other request."""
+        """Approximate memory in bytes. Every node is counted whole, because few are shared with other requests."""
         return sum(map(len, self.messages)) + _NODE_BYTES * len(self.messages) + int(self.prompt.nbytes) + 200
 
 

@@ -295,7 +295,7 @@ class UnpackedBytes:
 
 
 def _check_references(target: sqlite3.Connection) -> None:
-    """Raise ForgedRowError for a reference to a row outside the archive, which could belong to stored data."""
+    """Raise ForgedRowError if a row refers to one outside the archive: that could be a row of the data stored here."""
     for table, rowid, parent, _ in target.execute("PRAGMA foreign_key_check"):
         key = target.execute(f"SELECT * FROM {table} WHERE rowid = ?", (rowid,)).fetchone()
         name = key[0].hex() if isinstance(key[0], bytes) else key[0]

@@ -239,9 +239,9 @@ def _merge(
 ) -> Iterator[Row[Any]]:
     """Merge the rows of two ordered sequences by time.
 
-    If a sequence has more rows than were read (`more_...`), the merge stops after its last row: its next row may come
-    before the remaining rows of the other sequence. At equal times, rollout events come after the opening of the job,
-    and before the end of the job that they cause.
+    If a sequence has more rows than were read (`more_...`), the merge stops after the last one that was read: the next
+    one may come before the remaining rows of the other sequence. At equal times, rollout events come after the opening
+    of the job and before its end, which they cause.
     """
     of_rollouts, of_jobs = deque(rollout_rows), deque(job_rows)
     while of_rollouts and of_jobs:

@@ -10,8 +10,8 @@ Promises (tests/training/test_fsdp.py):
 * No process outlives the main process. If one of the others ends, the run ends and reports the reason.
 
 The main process has rank 0, and has the feed, the engine and the checkpoints. Before it runs a method of its learner,
-it sends the method's name to the other processes through pipes. Between methods the others wait at their pipes and not
-inside a collective operation, which has a time limit, because rollouts may take hours.
+it sends the method's name to the other processes through pipes. Between methods the others wait at their pipes. They
+do not wait inside a collective operation, because that has a time limit and rollouts may take hours.
 
 Source: `torch.distributed.fsdp.fully_shard`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
