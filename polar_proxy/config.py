@@ -36,8 +36,8 @@ class GatewayLimits(_Section):
     """Limits of the gateway's server that keep one client from stopping it for all others."""
 
     connections: int = Field(4096, ge=1)
-    """Maximum number of open connections; half of the file descriptors that the system allows this process, if that is
-    less."""
+    """Maximum number of open connections, but at most half of the file descriptors that the system allows this
+    process."""
     sandbox_connections: int = Field(256, ge=1)
     """Maximum number of open connections from inside one sandbox. They also count towards `connections`."""
     head_kb: int = Field(64, ge=1)
@@ -61,8 +61,8 @@ class GatewayLimits(_Section):
     websocket_idle_seconds: float = Field(3600.0, gt=0)
     """Close a WebSocket that has had no request for this long."""
     bodies_mb: int = Field(512, ge=1)
-    """Memory in MiB for all request bodies, each from its first byte until its answer. One session may use a
-    quarter."""
+    """Memory in MiB for all request bodies. A body counts from its first byte until the end of its answer. One session
+    may use a quarter."""
     body_values: int = Field(250_000, ge=1)
     """Maximum number of JSON values in a request body."""
     messages: int = Field(4_000, ge=1)
@@ -178,8 +178,8 @@ class EngineSettings(_Section):
     calls have another form than Hermes'. Default: the Python of the `vllm` command, or Polar's own if it has vLLM."""
     vllm_parsers: str | None = None
     """Names of the server's tool parser and reasoning parser as given to `vllm serve`, in the form TOOL/REASONING
-    (vllm); either may be empty. Needed only for models that need vLLM's parsers (see `vllm_python`), if Polar's tests
-    of the server do not show which of the parsers it uses."""
+    (vllm); either may be empty. Needed only if the model needs vLLM's parsers (see `vllm_python`) and Polar's tests of
+    the server do not show which parsers the server uses."""
 
 
 class RouteSettings(_Section):
@@ -233,8 +233,9 @@ class SandboxSettings(_Section):
     open_files: int = Field(16_384, ge=64)
     """Maximum number of open files of each process."""
     self_test: Literal["refuse", "warn", "off"] = "refuse"
-    """Test each kind of sandbox for escapes, at the start of a service and before its first use. `refuse`: do not use
-    it if one is found. `warn`: use it and log a warning. `off`: do not test."""
+    """Test each kind of sandbox except `process` for escapes before its first use; the default kind already when a
+    service starts. `refuse`: do not use a kind from which an escape was found. `warn`: use it and log a warning.
+    `off`: do not test."""
     docker_runtime: Literal["auto", "runc", "runsc"] = "auto"
     """Runtime of Docker containers. `auto`: gVisor (`runsc`) if the engine has it, otherwise the engine's default."""
     build_network: bool = False
@@ -368,7 +369,8 @@ class Settings(BaseSettings):
     def code(self, *named: str) -> AllowedCode:
         """Return the Python code that tasks, requests and stored rollouts may refer to.
 
-        These are the names in `allowed_code`; also the agent of [run] and those in `named`, if they are module:object.
+        This is the code in `allowed_code`. The agent of [run] and the names in `named` are added if they have the form
+        module:object.
         """
         return AllowedCode(self.allowed_code.union(name for name in (self.run.harness, *named) if is_code(name)))
 
@@ -405,7 +407,7 @@ def is_loopback(host: str) -> bool:
 
 
 def local_url(host: str, port: int) -> str:
-    """Return the URL, for programs on this machine, of a server that listens on `host`."""
+    """Return the URL by which programs on this machine reach a server that listens on `host` and `port`."""
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -426,7 +428,7 @@ def provider_key(engine: EngineSettings) -> str | None:
 
 
 def child_environment(added: Mapping[str, str], *, without: Collection[str] = ()) -> dict[str, str]:
-    """Return the environment of a child process: this process's without the variables in `without`, plus `added`."""
+    """Return the environment of a child process: that of this process less the variables in `without`, plus `added`."""
     return {**{name: value for name, value in os.environ.items() if name not in without}, **added}
 
 

@@ -73,7 +73,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ProviderTurn:
-    """A hosted model's signed answer in the provider's own format, in which later requests must send it back."""
+    """A hosted model's signed answer in the provider's own format. Later requests must send it back in this format."""
 
     provider: str
     """anthropic or google."""
@@ -107,7 +107,7 @@ class Message:
 
     @classmethod
     def from_openai(cls, value: Json) -> Message:
-        """Return the message that `to_openai` wrote."""
+        """Return the message from which `to_openai` made this object."""
         return cls(
             role=value["role"],
             content=value["content"],
@@ -261,7 +261,7 @@ class SampleEvent:
 
     The ids and log-probabilities of all events of one choice, concatenated, are exactly what was sampled, including
     the end-of-turn token. Text may come later than its ids (partial UTF-8, an unfinished tool call), and either may be
-    empty. The first event of a call carries `prompt_ids`, the last of each choice `finish_reason`.
+    empty. The first event of a call carries `prompt_ids`. The last event of each choice carries its `finish_reason`.
     """
 
     index: int = 0
@@ -288,10 +288,10 @@ class SampleEvent:
     provider_turn: ProviderTurn | None = None
     """The choice in the provider's own format, if it holds signatures. Comes with the `finish_reason`."""
     raw: ProviderPiece | None = None
-    """From the passthrough engine: the bytes that the agent gets in place of this event's encoding."""
+    """The bytes that the agent gets in place of this event's encoding. Only the passthrough engine sets this."""
     response_id: str | None = None
     response_items: Json | None = None
-    """From the passthrough engine, for a response of the Responses API: see `CallRecord`."""
+    """The value for `CallRecord.response_items`. Only the passthrough engine sets this, for the Responses API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,11 +339,11 @@ class ConversationItem:
     """An item of a conversation of the Responses API."""
 
     item_id: str
-    """The id of the item in its conversation. Polar makes one, which is not part of `item`, if the client gave none."""
+    """The id of the item in its conversation. If the client gave none, Polar makes one, which is not part of `item`."""
     item: Json
     """The item as the model reads it: an input item as it was received, or an exact part of an answer."""
     shown: Json | None = None
-    """The item as the client got it, if that is not `item`: only for calls of custom and built-in tools."""
+    """The item as the client got it, if it differs from `item`. Only calls of custom and built-in tools differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,13 +402,15 @@ class CallRecord:
     prompt_reason: str | None = None
     """Why the prompt was not continued from the base's tokens (`sessions/continuation.py` lists the reasons)."""
     base_call_id: str | None = None
-    """The base: the call whose messages and answer mean the same as the beginning of this one. Set in both modes."""
+    """The base: the call whose messages and answer mean the same as the beginning of this one. Set in both
+    prompt modes."""
     base_choice: int | None = None
     provider_conversation: str | None = None
     response_id: str | None = None
     response_items: Json | None = None
-    """Item id of a passed-through response -> kind and number in this record: {"fc_67c9": "fc_0"} is the first tool
-    call. Later requests refer to it, to `response_id` and to `provider_conversation`; only the last is read back."""
+    """Item id of a passed-through response -> kind and number of the item in this record: {"fc_67c9": "fc_0"} is the
+    first tool call. Later requests refer to these item ids, to `response_id` and to `provider_conversation`. Of
+    these, only `provider_conversation` is set in a record that is read back."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None

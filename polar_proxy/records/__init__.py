@@ -129,7 +129,7 @@ async def recent_activity(store: Store) -> m.Activity:
 
 
 async def database_service_state(store: Store) -> m.ServiceState:
-    """Return the state of all servers of a database; the fields of one server are null."""
+    """Return the state of all servers of a database. Fields that describe a single server are null."""
     fleet = await store.fleet.get()
     return m.ServiceState(
         version=__version__,
@@ -147,11 +147,12 @@ async def database_service_state(store: Store) -> m.ServiceState:
 async def find_record(
     store: Store, name: str, *, tokens_from: EngineSettings | None = None, engine: Engine | None = None
 ) -> m.Record:
-    """Return the rollout, session or call that `name` refers to (see `store.names`). Raises UsageError.
+    """Return the rollout, session or call that `name` refers to (see `store.names`).
 
-    With `tokens_from`, the sampled tokens are decoded too: by `engine` if it serves the call's model, otherwise with
-    the model's files or by the engine that `tokens_from` describes. The calls of a session or rollout then include
-    their tokens.
+    Raises UsageError if no record or several records have this name, or if the record is removed meanwhile. With
+    `tokens_from`, the sampled tokens are decoded too: by `engine` if it serves the call's model, otherwise with the
+    model's files or by the engine that `tokens_from` describes. The calls of a session or rollout then include their
+    tokens.
     """
     found = await store.names.find(name)
     if found.kind == "rollout" and (rollout := await _rollout(store, found.record_id, tokens_from, engine)) is not None:
@@ -248,7 +249,7 @@ async def _call(call: CallRecord, tokens_from: EngineSettings | None, engine: En
 
 
 def _split_answers(call: CallRecord) -> list[list[str]] | None:
-    """Return the answers of a hosted call split as tiktoken encodes them; None if it does not know the model."""
+    """Return the token texts of each answer of a hosted call, by tiktoken; None if tiktoken does not know the model."""
     from polar_proxy.engines.hosted.token_counts import TokenCounter
 
     counter, model = TokenCounter(), (call.usage.model if call.usage else None) or call.model

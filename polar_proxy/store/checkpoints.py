@@ -1,9 +1,10 @@
 """Checkpoints of a SQLite file: a thread copies the write-ahead log into the file while commits go on.
 
-A checkpoint waits for the disk (60 to 340 ms for 50 MB of log). SQLite itself makes it in the commit that finds the log
-too long, and that commit and all later ones wait for it. Here the commit after the thread has ended copies only what
-was added meanwhile. The log is then empty for the next transaction. If a reader still needs a part of it, the thread
-and then a commit copy again later. See https://www.sqlite.org/wal.html#ckpt.
+A checkpoint waits for the disk (60 to 340 ms for 50 MB of log). SQLite itself makes a checkpoint in the commit
+that finds the log too long, and this commit and all later ones wait for it. Here a thread copies the log, and the next
+commit after that copies only what was added meanwhile. The next transaction then starts the log again from its
+beginning. If a reader still needs a part of the log, the thread and then a commit copy again later.
+See https://www.sqlite.org/wal.html#ckpt.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ _log = logging.getLogger(__name__)
 class Checkpointer:
     """Copies the write-ahead log of a SQLite file into the file when it has become long.
 
-    The connections that write must not copy the log themselves (`wal_autocheckpoint=0`). They must truncate its file
-    when they start it again (`journal_size_limit=0`), because the length of the file decides when to copy.
+    The connections that write must not copy the log themselves (`wal_autocheckpoint=0`). When they start the log again
+    from its beginning, they must truncate its file (`journal_size_limit=0`), because the length of the log's file
+    decides when to copy.
     """
 
     def __init__(self, path: Path, *, log_bytes: int = _LOG_BYTES, pause: float = _PAUSE_SECONDS) -> None:
-        """`log_bytes`: a longer log is copied. `pause`: minimum seconds between the beginnings of two checkpoints."""
+        """`log_bytes`: length in bytes above which the log is copied. `pause`: minimum seconds between the beginnings
+        of two checkpoints."""
         self._path = path
         self._limit, self._pause = log_bytes, pause
         self._log_path = f"{path}-wal"

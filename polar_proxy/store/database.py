@@ -76,15 +76,15 @@ class StoreUncertainError(StoreError):
 
 
 class UnstorableValueError(StoreError):
-    """A value does not fit into its column: a larger integer, or a text that the database does not accept."""
+    """A value does not fit into its column: an integer is too large, or the database does not accept a text."""
 
 
 class _WriteLock:
-    """Lets the SQLite writers of this process take turns: the worker thread, or one other writer.
+    """Lets the SQLite writers of this process take turns: either the worker thread writes, or one other writer.
 
-    The worker thread runs its transactions one after the other, so these do not wait here for each other, but only for
-    another writer that runs or came first. If they did, each would wait until the event loop learns that the one before
-    has ended, which in a busy loop takes much longer than the transaction.
+    Transactions of the worker thread wait here only for another writer that runs or came first. They do not wait for
+    each other, because the thread runs them one after the other anyway. If they waited, each would begin only when the
+    event loop has learned that the previous one has ended. In a busy loop, that takes much longer than the transaction.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class Database:
 
     @cached_property
     def _writer(self) -> AsyncEngine:
-        """The SQLAlchemy engine of `writing`, and for PostgreSQL of all transactions."""
+        """The SQLAlchemy engine of `writing`. For PostgreSQL, the engine of all transactions."""
         if self.path is None:
             # pre_ping: the server may have been restarted since the connection was pooled. No overflow: under load
             # its connections would be made and closed again and again.
@@ -250,7 +250,7 @@ class Database:
                 return await loop.run_in_executor(self._worker, work)
 
     async def write(self, work: Callable[[Connection], T], patience: float | None = None) -> T:
-        """Run `work` in a transaction (see `writing`), with SQLite in a thread. If the caller is cancelled, the
+        """Run `work` in a transaction (see `writing`). For SQLite, it runs in a thread. If the caller is cancelled, the
         transaction may still be committed."""
         if self._worker_engine is None:
             async with self.writing(patience) as connection:
@@ -274,7 +274,7 @@ class Database:
                 yield connection
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` with a connection as that of `reading`: SQLite in a thread, PostgreSQL in the event loop.
+        """Run `work` on a connection like that of `reading`: for SQLite in a thread, for PostgreSQL in the event loop.
 
         So `work` may build rows, but must not unpack texts and tokens, which would block the event loop.
         """

@@ -1,7 +1,7 @@
 """Conditions on rollouts as users type them: `reward>=1, harness=mini-swe-agent, status=done`.
 
-The name of a harness matches all its versions: `harness=codex` also matches version 1.2.3, which
-`harness=codex@1.2.3` names.
+The name of a harness matches all its versions: `harness=codex` matches every version of codex, and
+`harness=codex@1.2.3` only version 1.2.3.
 """
 
 from __future__ import annotations

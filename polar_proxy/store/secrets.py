@@ -50,8 +50,8 @@ _DIGIT = re.compile(r"\d")
 class SecretForm(NamedTuple):
     """A form of secrets that is recognised in text.
 
-    Searching takes time linear in any text. To this end, some patterns also match text that only begins like a secret,
-    so that it is not scanned a second time; such a match is replaced by itself.
+    The time of a search is linear in the length of the text, for any text. To this end, some patterns also match text
+    that only begins like a secret, so that it is not scanned a second time; such a match is replaced by itself.
     """
 
     name: str
@@ -138,9 +138,9 @@ def _clean_piece(piece: str, forms: Sequence[SecretForm]) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in pieces, because a thread that searches in one holds up all others (the GIL).
+    """Yield the text in pieces. While a thread searches in a piece, it has the GIL and holds up all other threads.
 
-    A piece ends before white space, or inside a word of more than 65,536 characters, in which a key may be cut.
+    A piece ends before white space. Only a word of more than 65,536 characters is cut, and perhaps a key with it.
     """
     start = 0
     while len(text) - start > 2 * _PIECE:

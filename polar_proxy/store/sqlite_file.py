@@ -34,7 +34,7 @@ class RollbackOnClose(sqlite3.Connection):
     SQLite keeps a closed connection, with its transaction and its locks, as long as one of its statements is
     referenced, and the traceback of a cancelled task references one until the garbage collector runs.
 
-    It may be closed more than once, as any SQLite connection: a cancelled close is repeated.
+    It may be closed more than once, like any SQLite connection, because a cancelled close is repeated.
     """
 
     _closed = False

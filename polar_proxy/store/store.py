@@ -51,8 +51,8 @@ class Store:
         self._artifacts_folder = artifacts
         self._marks_folder = artifacts.parent / "unrecorded"
         self._flushing = AsyncExitStack()
-        """When it is closed, the repositories that write in batches write their waiting rows and stop, in reverse order
-        of their creation."""
+        """When this stack is closed, the repositories that write in batches write their waiting rows and stop, in
+        reverse order of their creation."""
         # One conversation (calls, open_calls, conversations, traces, rescores: below)
         self.sessions = SessionRepository(database)
         self._flushing.push_async_callback(self.sessions.stop)

@@ -10,8 +10,8 @@ A cell is two header bytes and a body. Byte 0 is the version of this format. Byt
 
 Preceding content is the conversation before a message, or the tokens before an answer or a part of a prompt. It
 contains most of what follows: an agent lists a file, quotes it, then edits it. As a dictionary it saves a third of a
-rollout's bytes. Its last `CONTEXT` bytes are used; of token ids, only the `width` lowest bytes of each. zstd accepts
-dictionaries too, but preparing one takes twice the time.
+rollout's bytes. The dictionary is the last `CONTEXT` bytes of the preceding content, in which a token id has only its
+`width` lowest bytes. zstd accepts dictionaries too, but preparing one takes twice the time.
 
 Ids are stored as little-endian numbers of `width` bytes. Log-probabilities are stored in byte planes (the lowest byte
 of every number, then the next byte of every number, ...), because their high bytes resemble each other.
@@ -47,8 +47,8 @@ CONTEXT = 32_768
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 
 _MIN_LENGTH = 32
-"""Length in bytes below which a body is stored uncompressed, because a zstd frame is never shorter than so few
-bytes."""
+"""Length in bytes below which a body is stored uncompressed, because a zstd frame of so short a body is never shorter
+than the body."""
 _MAX_LENGTH = 512 << 20
 """Length in bytes above which a body is refused when it is read, because only a forged cell has such a body."""
 _MIN_CAPACITY = 1024
@@ -123,7 +123,7 @@ class CellCodec:
 
 
 def width(cell: bytes) -> int:
-    """Return the bytes per number of a cell, from its header."""
+    """Return the width of a cell (bytes per number), which its header states."""
     return cell[1] >> 3 & 7 if len(cell) > 1 else 0
 
 
@@ -151,7 +151,7 @@ def _frame_size(frame: bytes) -> int:
 
 
 def bytes_before(contents: Sequence[bytes]) -> bytes:
-    """Return the preset dictionary for content that follows `contents`: the last `CONTEXT` bytes of them, joined."""
+    """Return the preset dictionary for what follows `contents`: the last `CONTEXT` bytes of the joined contents."""
     pieces: list[bytes] = []
     missing = CONTEXT
     for content in reversed(contents):
@@ -214,8 +214,8 @@ class _TokenBuffer:
         """Number of bytes per token: that of the widest piece so far."""
         self.size = len(content) // width
         self._bytes = {width: bytearray(content)}
-        """Bytes per token -> the tokens as bytes of that width: all of them under `width`, under other widths as many
-        of the first ones as were asked for."""
+        """Bytes per token -> tokens as bytes of that width. Under `self.width` these are all tokens; under another
+        width, only as many of the first tokens as were needed so far."""
         self._array: TokenIds = np.empty(0, dtype=np.int32)
         self._filled = 0
 

@@ -89,8 +89,8 @@ def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | No
 def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: ChainNode | None = None) -> list[ChainNode]:
     """Return the nodes of a prompt (int32 [n]), root first; none for an empty prompt.
 
-    `after`: the last node of a chain, cut by `cut_segments`, that holds the first `after.chain_length` ids. Only the
-    nodes after it are returned.
+    `after`: the last node of the chain of the first `after.chain_length` ids, which `cut_segments` has cut. Only the
+    nodes after this node are returned.
     """
     little = np.ascontiguousarray(ids, dtype="<i4")
     raw = little.data.cast("B")
@@ -147,7 +147,7 @@ class RequestChains:
     """The node at the end of `prompt`; None if `prompt` is empty."""
 
     def extend_messages(self, messages: Sequence[bytes]) -> tuple[tuple[ChainNode, ...], int]:
-        """Return the chain of a later request's messages, and how many of its first nodes it shares with this request.
+        """Return the chain of a later request's messages, and how many of its first nodes are also in this request.
 
         The caller need not store the shared nodes again.
         """

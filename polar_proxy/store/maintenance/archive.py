@@ -1,4 +1,4 @@
-"""Archives: a selection of a database as one portable file (`polar db export`), and back (`polar db import`).
+"""Archives: `polar db export` writes a part of a database to one portable file, and `polar db import` reads it.
 
 An archive is a zip file with `polar.db`, an SQLite database of the same schema that holds the selected rows and all
 rows that they refer to, and the files of the artifacts under `artifacts/`. Archives of SQLite and PostgreSQL databases

@@ -100,7 +100,11 @@ class ArchiveCounts:
 async def import_archive(
     database: Database, artifacts: Path, file: Path, *, max_bytes: int, progress: ProgressCallback, models: ColumnChecks
 ) -> ArchiveCounts:
-    """Import a whole archive. Raises StoreError, and then imports nothing, if it breaks one of the promises above."""
+    """Import a whole archive, or nothing if an error is raised.
+
+    Raises UsageError if there is no file, and StoreError if the archive is damaged or forged, exceeds a limit, has a
+    newer schema, or conflicts with stored rows (see the promises above).
+    """
     parent = artifacts.parent
     await asyncio.to_thread(parent.mkdir, mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix="polar-import-") as name:

@@ -67,8 +67,9 @@ def copy_rows(
     progress: ProgressCallback,
     models: ColumnChecks,
 ) -> None:
-    """Copy all rows of `tables` from the file `received` into the new database `own`. Raises StoreError.
+    """Copy all rows of `tables` from the file `received` into the new database `own`.
 
+    Raises StoreError if the file is damaged, is too large, or has content that Polar does not write.
     `unpacked_limit`: the number of bytes to which the packed values may unpack."""
     unpacked = UnpackedBytes(unpacked_limit)
     with closing(_open(received)) as source, closing(sqlite3.connect(own)) as target:
@@ -295,7 +296,8 @@ class UnpackedBytes:
 
 
 def _check_references(target: sqlite3.Connection) -> None:
-    """Raise ForgedRowError if a row refers to one outside the archive: that could be a row of the data stored here."""
+    """Raise ForgedRowError if a row refers to a row that is not in the archive: the reference could lead to a row that
+    is stored here already."""
     for table, rowid, parent, _ in target.execute("PRAGMA foreign_key_check"):
         key = target.execute(f"SELECT * FROM {table} WHERE rowid = ?", (rowid,)).fetchone()
         name = key[0].hex() if isinstance(key[0], bytes) else key[0]
@@ -324,8 +326,8 @@ def _check_chains(target: sqlite3.Connection) -> None:
 
 
 def _check_sizes(target: sqlite3.Connection, unpacked_limit: int) -> None:
-    """Refuse chains that take much more memory to read than they contain: many branches of a long chain, and many calls
-    that each have a long conversation."""
+    """Refuse chains that would need far more memory when they are read than the archive contains: many branches of a
+    long chain, or many calls that each have a long conversation."""
     branches = """
         SELECT COALESCE(SUM((children - 1) * chain_length), 0) FROM nodes JOIN (
             SELECT parent_id AS parent, COUNT(*) AS children FROM nodes WHERE parent_id IS NOT NULL GROUP BY parent_id

@@ -114,9 +114,10 @@ class MaintenanceRepository(Repository):
         dry_run: bool = False,
         progress: ProgressCallback = no_progress,
     ) -> PruneResult:
-        """Delete rollouts that ended before `before` (seconds since the epoch) with their sessions, and sessions
-        without a rollout whose last call is older than that. All their data is deleted, except nodes, settings and
-        engines (see `vacuum`).
+        """Delete rollouts that ended before `before` (seconds since the epoch), with their sessions.
+
+        Sessions that have no rollout are deleted too if their last call was before `before`. All data of these rollouts
+        and sessions is deleted, except nodes, settings and engines (see `vacuum`).
 
         Rollouts without a final status stay. A session without a rollout that is not closed stays, but empty, so that
         its key remains valid. With `where`, only rollouts that meet these conditions are deleted with their sessions;
@@ -355,7 +356,7 @@ async def _delete_calls(connection: AsyncConnection, sessions: Sequence[str]) ->
 
 
 async def _delete_empty_groups(connection: AsyncConnection, groups: Sequence[str]) -> None:
-    """Delete those of these groups that have neither a rollout nor a job that is still open or paused."""
+    """Delete each of these groups that has no rollout, unless its job is still open or paused."""
     g, j = schema.groups.c, schema.jobs.c
     job_open = exists().where(j.job_id == g.job_id, j.status.not_in(("done", "cancelled")))
     empty = ~exists().where(_r.group_id == g.group_id)

@@ -1,4 +1,4 @@
-"""Rewards of rollouts and sessions, and artifacts: files such as patches and logs, each named by its SHA-256."""
+"""Rewards of rollouts and sessions; also artifacts: files such as patches and logs, each named by its SHA-256."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class CallRepository(Repository):
         return records[0] if records else None
 
     async def get_many(self, session_id: str, call_ids: Collection[str]) -> list[CallRecord]:
-        """Return the calls with these ids that the session has, ordered by start. Shared messages are read once."""
+        """Return those calls of the session that have these ids, ordered by start. Shared messages are read once."""
         return await self._load(_some_calls, {"session": session_id, "wanted": list(call_ids)})
 
     async def with_provider_turns(self, session_id: str) -> list[CallRecord]:
@@ -183,7 +183,7 @@ class CallRepository(Repository):
         return found[0] if found else None
 
     async def find_items(self, session_id: str, item_ids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return item id -> (call id, place) for each of these provider's item ids that is in an answer of the session.
+        """Find a provider's items in the answers of a session. Return item id -> (call id, place) for each one found.
 
         The place is the kind and number of the item in the record, such as `fc_0`. If several items have the same id,
         the newest is returned.
@@ -199,7 +199,7 @@ class CallRepository(Repository):
         return name
 
     async def deleted(self, call_ids: Collection[str]) -> set[str]:
-        """Return those of the calls whose responses were deleted."""
+        """Return the ids of those calls whose responses were deleted."""
         values = {"wanted": list(call_ids)}
         return await self._database.read(lambda connection: set(connection.scalars(_deleted_calls, values)))
 
@@ -369,8 +369,8 @@ class OpenCallRepository(Repository):
     async def sweep(self, dead: Collection[str] = ()) -> list[OpenCall]:
         """Delete and return the announcements of `dead` gateways, and those whose lease has expired.
 
-        Announcements of a rollout that still runs are kept, so that the lost calls are known when the rollout ends; if
-        they are of a dead gateway, their leases end now.
+        Announcements of a rollout that still runs are kept, so that the lost calls are known when the rollout ends.
+        If their gateway is dead, their leases end now.
         """
         now = time.time()
         still_runs = select(_r.rollout_id).where(_r.session_id == _o.session_id, ~schema.rollout_is_final).exists()
@@ -388,7 +388,7 @@ class OpenCallRepository(Repository):
 
 
 def _insert_announcements(connection: Connection, batch: Sequence[Announcement]) -> list[AnnouncementResult]:
-    """Insert the calls of each announcement, unless its session is closed or its limit is reached."""
+    """Insert the calls of each announcement, unless its session is closed or would exceed `max_calls`."""
     ids = sorted({one.session_id for one in batch})
     limited = sorted({one.session_id for one in batch if one.max_calls is not None})
     # Sessions are locked in the order of their ids, as commits do. The lock makes this transaction wait for the closing

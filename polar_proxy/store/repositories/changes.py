@@ -1,7 +1,7 @@
 """Detects whether the records that a page shows have changed since it read them.
 
-The state of a record, or of a list of records, is a number that differs after a change. It is a hash of rows that an
-index finds, which takes about a millisecond in a database of any size.
+The state of a record, or of a list of records, is a number that differs after a change. It is the hash of
+some rows. An index finds these rows, so that reading a state takes about a millisecond in a database of any size.
 """
 
 from __future__ import annotations

@@ -52,7 +52,9 @@ class OutageMarks:
         self._marked: set[OutageMark] = set()
 
     def reserve(self) -> None:
-        """Create this process's file with disk space for its marks, if it does not exist yet. Raises StoreError."""
+        """Create this process's file with disk space for its marks, if it does not exist yet.
+
+        Raises StoreError if the file cannot be made."""
         if self._file is not None:
             return
         name = new_id("marks")
@@ -75,7 +77,7 @@ class OutageMarks:
         self._file = final
 
     def add(self, mark: OutageMark) -> None:
-        """Write a mark into this process's file, unless it is there already. Raises StoreError."""
+        """Write a mark into this process's file, unless it is there already. Raises StoreError if this fails."""
         if mark in self._marked:
             return
         self.reserve()

@@ -89,7 +89,7 @@ _select_summaries = select(*row_columns(SessionSummary, schema.sessions))
 class SessionRepository(Repository):
     """Sessions. A session is everything that came in under one API key.
 
-    Those that are created at the same time are written together in one transaction.
+    Sessions that are created at the same time are written together in one transaction.
     """
 
     def __init__(self, database: Database) -> None:
@@ -214,7 +214,7 @@ class SessionRepository(Repository):
 
 @dataclass(frozen=True, slots=True)
 class ApiKeyRow:
-    """`name`: the first twelve hexadecimal digits of the key's hash, by which it is listed and revoked."""
+    """`name`: the first twelve hexadecimal digits of the key's hash, by which the key is listed and revoked."""
 
     name: str
     role: ApiRole

@@ -137,7 +137,7 @@ class TraceRepository(Repository):
     async def find(
         self, *, session_id: str | None = None, rollout_id: str | None = None, builder: str = "merged"
     ) -> list[Trace]:
-        """Return the traces of a session or a rollout in the builder's order, equal to those that were stored."""
+        """Return the stored traces of a session or a rollout with their tokens, in the builder's order."""
         if (session_id is None) == (rollout_id is None):
             raise UsageError("Give either session_id or rollout_id")
         mine = _t.session_id == session_id if rollout_id is None else _t.rollout_id == rollout_id

@@ -1,7 +1,8 @@
 """Training runs: a copy of each run's metrics.jsonl that other processes can read.
 
-The file in the run's folder is the original. When a trainer starts, it replaces the copy by all lines of the file, so
-that lines of steps that a crash undid disappear here as well; afterwards it adds each line that it writes.
+The file in the run's folder is the original. When a trainer starts, it replaces the copy by all lines of the file.
+So if a crash undid some steps, their lines disappear from the copy as well. Afterwards the trainer adds to the copy
+each line that it writes to the file.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _select_runs = select(
         lines=func.coalesce(_of_run.with_only_columns(func.max(_l.position) + 1).scalar_subquery(), 0),
     )
 )
-"""Each of the last three values is found by an index, so that the query is fast for any number of lines."""
+"""An index finds `updated_at`, `step` and `lines`, so that the query is fast for any number of lines."""
 
 
 class TrainingRepository(Repository):

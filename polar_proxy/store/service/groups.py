@@ -4,9 +4,10 @@ Overflow is the rollouts that still run when their group is complete: n + k roll
 in APRIL (arXiv:2509.18521), overflow can be carried over to a later group of the same task instead of being cancelled,
 so that its work is not lost.
 
-A carried-over rollout changes places with a rollout of the later group that has not started. That one moves to the
-first group and is cancelled. So every group keeps its size and each rollout counts in one group. If there is no such
-rollout, overflow stays in a holding group, which has no job and is not for training, until `carry_over` finds one.
+A carried-over rollout changes places with a rollout of the later group that has not started. The replaced rollout moves
+to the earlier group and is cancelled. So every group keeps its size and each rollout counts in one group. Overflow for
+which no rollout can be replaced waits in a holding group, which has no job and is not for training, until `carry_over`
+finds a place for it.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ class JobEventRow:
     kind: Literal["stage", "group", "job", "feed"]
     at: float
     data: Json
-    """Kind stage: job_id, group_id, rollout_id, from, to (and cause, for a retry). Others: job_id, group_id, status."""
+    """For kind `stage`: job_id, group_id, rollout_id, from, to (and cause, for a retry). For other kinds: job_id,
+    group_id, status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class JobEventRepository(Repository):
     """Events of jobs, groups and rollouts in one stream."""
 
     async def start(self, job_id: str | None = None) -> EventCursor:
-        """Return the position before the first event of the job. Without `job_id`: after the last event so far."""
+        """Return the position before the first event of the job; without `job_id`, that after the last event so far."""
         if job_id is None:
             return await self._position(func.max, None)
         first = await self._position(func.min, job_id)

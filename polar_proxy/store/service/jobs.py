@@ -59,7 +59,7 @@ class NewGroup:
     for_training: bool = False
     """True if the finished group goes to the trainer feed."""
     max_staleness: int | None = None
-    """Drop the group when it is more than this many policy versions old. For groups for training."""
+    """Drop a group for training when it is more than this many policy versions old."""
 
 
 @dataclass(frozen=True, slots=True)

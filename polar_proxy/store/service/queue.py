@@ -53,10 +53,10 @@ class QueueRepository(Repository):
     ) -> list[Claim]:
         """Claim up to `limit` queued rollouts for `worker`, which must send the first heartbeat within `seconds`.
 
-        `job_id`: only rollouts of this job; otherwise of all jobs that no process owns. Jobs of higher priority come
-        first. Jobs of equal priority take turns, the one with the fewest claimed rollouts first. Within a job, groups
-        keep their order and the rollouts of a group stay together. Groups that would be delivered too stale wait (see
-        `staleness_filter`).
+        `job_id`: only rollouts of this job. None: rollouts of all jobs that no process owns. Jobs of higher priority
+        come first. Jobs of equal priority take turns, the one with the fewest claimed rollouts first. Within a job,
+        groups keep their order and the rollouts of a group stay together. Groups that would be delivered too stale wait
+        (see `staleness_filter`).
         """
         now = time.time()
 
@@ -103,8 +103,8 @@ class QueueRepository(Repository):
     async def release(self, claim: Claim, *, cause: str, counts: bool = True) -> int:
         """Queue a rollout for another attempt and return the number of that attempt.
 
-        `counts=False`: the attempt never began, so the next one has its number. If the rollout's cancellation was
-        requested, it is cancelled instead, and 0 is returned. Raises ClaimLostError if the claim was lost.
+        `counts=False`: the attempt never began, so the next attempt gets the same number. If the rollout's cancellation
+        was requested, it is cancelled instead, and 0 is returned. Raises ClaimLostError if the claim was lost.
         """
         now = time.time()
         held = (_r.rollout_id == claim.rollout_id, _r.claimed_by == claim.claimed_by, _r.attempt == claim.attempt)
@@ -129,7 +129,8 @@ class QueueRepository(Repository):
         """Queue again the rollouts whose leases have expired, and return rollout id -> number of the next attempt.
 
         The number is 0 for a rollout that ends instead: it fails if it has had `attempts` attempts, and is cancelled if
-        its cancellation was requested. `job_id`: only rollouts of this job; otherwise of all jobs that no process owns.
+        its cancellation was requested. `job_id`: only rollouts of this job. None: rollouts of all jobs that no
+        process owns.
         """
         return await self._reclaim(and_(_r.lease_expires_at < time.time(), _within(job_id)), attempts)
 
@@ -219,8 +220,8 @@ def staleness_filter(connection: Connection) -> ColumnElement[bool] | None:
 
     The feed delivers the oldest groups first. If consumers take G groups per policy version, a group with A groups for
     training before it (waiting, or started and not finished) is delivered floor(A / G) or more versions from now. If
-    floor(A / G) is more than its own `max_staleness`, its rollouts wait. G is measured from acknowledged leases; until
-    it is known, no group waits.
+    floor(A / G) is more than the `max_staleness` of this group, its rollouts wait. G is measured from acknowledged
+    leases; until G is known, no group waits.
     """
     started = exists().where(_r.group_id == _g.group_id, or_(_r.status != "queued", _r.claimed_by.is_not(None)))
     limited = (_g.delivery == "open", _g.max_staleness.is_not(None))
@@ -302,7 +303,8 @@ def _job_may_start(now: float) -> ColumnElement[bool]:
 
 
 def cancel_rollouts(connection: Connection, which: ColumnElement[bool], now: float) -> list[str]:
-    """Cancel the unclaimed rollouts that meet `which`; ask workers to end the claimed ones, and return their ids."""
+    """Cancel the unclaimed rollouts that meet `which`. Ask workers to end the claimed ones, and return the ids of the
+    claimed ones."""
     rows = connection.execute(select(_r.rollout_id, _r.status, _r.claimed_by).where(which, ~_final)).all()
     unclaimed = [row for row in rows if row.claimed_by is None]
     for row in unclaimed:
