@@ -76,7 +76,7 @@ class GatewayApp:
     def __init__(
         self, handler: RequestHandler, rest: FastAPI, hosts: frozenset[str] | None, sandbox_hosts: frozenset[str]
     ) -> None:
-        """`hosts`: the host names that requests may be addressed to or come from; None: any.
+        """`hosts`: the host names that the headers `Host` and `Origin` of a request may have; None: any.
 
         `sandbox_hosts`: the model hosts whose requests are intercepted in sandboxes.
         """
@@ -151,7 +151,7 @@ class GatewayApp:
 
 
 def foreign_host(headers: asgi.Headers, hosts: frozenset[str]) -> str | None:
-    """Return the first header `Host` or `Origin` with a host that is neither this machine nor in `hosts`, or None.
+    """Return the first header `Host` or `Origin` whose host is neither this machine nor in `hosts`; else None.
 
     `Host` is the name in the URL: checking it stops pages whose own name resolves to this machine (DNS rebinding).
     `Origin` names the page that sends a request.
@@ -313,7 +313,7 @@ async def healthz() -> Response:
 
 @_OTHER_ROUTES.get("/readyz")
 async def readyz(request: Request) -> Response:
-    """Return 200 if calls can be recorded and sampled, else 503. The body says why either is impossible."""
+    """Return 200 if calls can be recorded and sampled, else 503. If either is impossible, the body says why."""
     parts = _parts(request)
     record, sample = await asyncio.gather(parts.record_problem(), parts.router.problem())
     info = parts.router.default.served.engine.info

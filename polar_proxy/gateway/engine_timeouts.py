@@ -49,7 +49,7 @@ class EngineTimeouts:
 class EngineWait:
     """`async with EngineWait(timeouts) as wait:` raises EngineError 504 if the block waits too long for the engine.
 
-    The clock runs from the start, and from `resume` on, until `received` is called.
+    The clock starts with the block, is stopped by `received`, and is started again by `resume`.
     """
 
     def __init__(self, timeouts: EngineTimeouts) -> None:

@@ -1,10 +1,10 @@
 """Find out whether a call failed because of the engine, or because of a request that the engine can never answer.
 
 An agent that makes the engine fail on purpose (a parameter or text that the engine answers with a 5xx status) must not
-get another attempt for it. So the last failed request of each rollout is kept, and can be sent to the engine again. It
-is at fault if it fails twice and the engine answers a plain request ("Hello") in between. Tokens that are sampled here
-are never recorded, sent or trained on. A hosted model costs money for each request, so failed requests are not sent to
-it again: its failures count as the provider's.
+get another attempt for it. So the last failed request of each rollout is kept, and can be sent to the engine again. The
+request is at fault if it fails twice more and the engine answers a plain request ("Hello") in between. Tokens that are
+sampled here are never recorded, sent or trained on. A hosted model costs money for each request, so failed requests are
+not sent to it again: its failures count as the provider's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FailedRequest:
 
 
 class FailedRequests:
-    """The last request of each rollout that the engine failed to answer."""
+    """For each rollout, the last request that the engine failed to answer."""
 
     def __init__(self) -> None:
         self._by_session: dict[str, FailedRequest] = {}
@@ -55,11 +55,11 @@ class FailedRequests:
         self._by_session.pop(session_id, None)
 
     async def request_fault(self, session_id: str) -> str | None:
-        """Find out whether the last request of the session that the engine failed to answer is itself at fault.
+        """Find out whether the session's last failed request is itself at fault.
 
-        The request is sent to the engine again, then a plain request, then the failed one once more. Return the error
-        of the failed request if only the plain one is answered. Return None if the failed request is answered now, if
-        the engine is at fault, or if no request failed.
+        The request is sent to the engine again. If it fails again, a plain request is sent, then the failed one once
+        more. Return the error of the failed request if only the plain one is answered. Return None if the failed
+        request is answered now, if the engine is at fault, or if no request failed.
         """
         failed = self._by_session.get(session_id)
         if failed is None:

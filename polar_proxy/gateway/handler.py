@@ -390,8 +390,9 @@ class RequestHandler:
         """Announce calls to the other gateways of the database.
 
         If calls of other gateways have reached the session's `max_calls`, Polar's final answer takes the place of the
-        engine's. Raises BudgetSpentError if there is no final answer (`at_budget`), SessionClosedError if another
-        gateway closed the session, and RequestError if the calls must be recorded but the store fails.
+        engine's. Raises BudgetSpentError if there is no final answer (`at_budget`) or the request is passed on to its
+        provider, SessionClosedError if another gateway closed the session, and RequestError if the calls must be
+        recorded but the store fails.
         """
         session = request.session
         call_ids, max_calls = [call.call_id for call in calls], session.budget.limits.max_calls

@@ -82,7 +82,7 @@ class HealthCheck:
 
 
 class OutageLog:
-    """Logs the first of several failures in a row, and the end of them."""
+    """Logs the first failure of an outage and the first success after it, but no failure in between."""
 
     def __init__(self, what: str) -> None:
         """`what`: what does not work during an outage; it is part of the log messages."""
@@ -101,7 +101,7 @@ class OutageLog:
 
 
 class StoreMonitor:
-    """Watches the store from the first failure until it can be written again. `close` ends this."""
+    """Watches the store from the first failure until the store can be written again, or until `close`."""
 
     def __init__(self, store: Store, on_writable: Callable[[], Awaitable[None]]) -> None:
         """`on_writable` writes what could not be written in an outage. If it raises StoreError, it is called again."""
@@ -147,8 +147,8 @@ class StoreMonitor:
     async def wait_for(self, operation: Awaitable[T]) -> T:
         """Return the result of a store operation.
 
-        Raises StoreError if the operation fails. Raises StoreUncertainError if a health check finds that the store
-        fails before the operation has ended; the operation then goes on and may still have an effect.
+        Raises StoreError if the operation fails. Raises StoreUncertainError if a health check during the operation
+        finds that the store fails; the operation then goes on and may still have an effect.
         """
         task = asyncio.ensure_future(operation)
         task.add_done_callback(_retrieve)

@@ -80,7 +80,7 @@ class Hooks:
 
     @property
     def changes_answers(self) -> bool:
-        """Whether answers may be changed, so that they are sent only when they are complete."""
+        """Whether the hooks may change answers. If so, an answer is sent only when it is complete."""
         return "on_answer" in self._methods or "on_tool_call" in self._methods
 
     async def change_request(self, request: EngineRequest, call: HookedCall) -> EngineRequest:

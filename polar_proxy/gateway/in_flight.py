@@ -1,8 +1,8 @@
-"""Announcement of calls in flight to the other gateways of a database.
+"""Calls in flight are announced to the other gateways of a database.
 
 A gateway that shares its database (setting `gateway.shared`) announces each call: before it asks the engine, it writes
-a row with a lease to the database, and renews the lease as long as the call runs. So the end of a session can wait for
-calls in flight on any gateway, and reports calls whose gateway died.
+a row with a lease to the database, and renews the lease as long as the call runs. So a gateway that ends a session can
+wait for calls in flight on any gateway, and report calls whose gateway died.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class InFlightCalls:
 
 
 def describe_lost_calls(calls: Sequence[OpenCall], now: float) -> str | None:
-    """Return one line about calls of other gateways that were lost, or are still being answered; None without calls."""
+    """Return one line about the calls that other gateways lost or are still answering; None without calls."""
     lines = []
     for gateway in sorted({call.gateway for call in calls}):
         of_gateway = [call for call in calls if call.gateway == gateway]

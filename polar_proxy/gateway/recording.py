@@ -106,7 +106,7 @@ class PendingCall:
     """The policy version when sampling began."""
     answer: Answer = field(default_factory=Answer)
     limit: OneCallLimit | None = None
-    """Ends an answer after its first tool call; None unless the request allows only one tool call."""
+    """Ends the answer after its first tool call, if the request allows only one tool call; else None."""
     first_token_at: float | None = None
     not_carried: tuple[str, ...] = ()
     """Fields of the request that the engine's provider does not support (`Engine.not_carried`)."""
@@ -427,7 +427,7 @@ def apply_policy(sampling: Sampling, policy: Json, *, hosted: bool = False) -> S
     written out.
 
     `policy` may hold the parameters in `_REPLACED`; each replaces the client's value. It may also hold max_tokens,
-    which limits the client's value, and replaces it if the client gave none.
+    an upper limit for the client's value. If the client gave none, the limit is the value.
     """
     defaults = {} if hosted else _DEFAULTS
     changes: Json = {name: value for name, value in defaults.items() if getattr(sampling, name) is None}

@@ -30,8 +30,8 @@ from polar_proxy.store import json_codec
 from polar_proxy.types import ChatRequest, ConversationItem, Json
 
 _LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
-"""A request is `large` if it has more bytes (plus `_BYTES_OF_VALUE` for each JSON value) or more messages. Work on it
-whose time grows with its size runs in a thread, to keep the event loop free."""
+"""A request with more bytes (plus `_BYTES_OF_VALUE` for each JSON value) or more messages than this is `large`. Its
+parsing, hashing and other work that grows with its size run in a thread, to keep the event loop free."""
 _MANY_REFERENCES = 50
 """Number of recorded calls above which a request that refers to them is `large`."""
 _TAKES_TURNS = 1 << 16
@@ -78,7 +78,7 @@ class ReadCount(NamedTuple):
 
     engine: EngineChoice
     request: ChatRequest | bytes
-    """The unparsed body, if the engine passes it on to a provider."""
+    """The parsed request, or the unparsed body if the engine passes it on to a provider."""
 
 
 class RequestReader:

@@ -1,10 +1,10 @@
 """Joining of retries: a request and its retries share one call, whose answer is sent to each of their clients.
 
-Each response is buffered while it is sent, and a little longer. A request that retries a buffered one gets the contents
-of the buffer and then the rest as it is generated. Only evidence makes a request a retry, because byte-identical
-requests of two parallel runs under one key are ordinary, and joining them would give both runs the same sample:
+Each response is buffered while it is sent, and a little longer. A retry gets the contents of the buffer and then the
+rest of the response as it is generated. Equal bytes do not prove a retry: two parallel runs under one key often send
+the same bytes, and joining their requests would give both runs the same sample. A request retries an equal one if
 
-* the first request lost its client before the last byte, and is still being answered, or
+* the earlier request lost its client before the last byte, and is still being answered, or
 * the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal one. But if
   that one has failed, or an earlier one has failed and was not retried yet, the marked one may be its retry and is
   sampled.
@@ -45,7 +45,7 @@ class ResponseBuffer:
         """`grace`: seconds for which generation goes on after the client disconnected, so that a retry can join it."""
         self.request = request
         self.disconnected = False
-        """The client that sent the request disconnected before the last byte."""
+        """True if the client that sent the request disconnected before the last byte."""
         self.failed = False
         self.given_up = False
         """True if no retry came within the grace period."""
@@ -73,7 +73,7 @@ class ResponseBuffer:
         return buffered_send
 
     async def abandoned(self) -> None:
-        """Wait until no client has followed this response for the whole grace period.
+        """Wait until a whole grace period has passed in which no client followed this response.
 
         Called when the client that sent the request has disconnected.
         """
@@ -107,7 +107,8 @@ class ResponseBuffer:
         self._notify()
 
     async def follow(self, receive: asgi.Receive, send: asgi.Send) -> bool:
-        """Send the response to one more client until it ends. Return False if nothing was sent."""
+        """Send the response to one more client until it ends. Return False if the response ended before any of it was
+        sent."""
         self._listeners += 1
         self._notify()
         position = 0

@@ -8,8 +8,8 @@ Promises:
 * Once spent, a budget stays spent: the store keeps the name of the limit (`sessions.spent`).
 * After a restart the counters are those of the session's row, and repeats are counted from the stored fingerprints.
 * If several gateways share a database (setting `gateway.shared`), these promises hold for all of them together: each
-  reads the session's row before a call, and announces the call, which counts the calls in flight of all gateways
-  (`store/repositories/calls.py`).
+  reads the session's row before a call, and announces the call. The announcement counts the calls in flight of all
+  gateways (`store/repositories/calls.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from polar_proxy.rollout_spec import SessionBudget
 from polar_proxy.types import Json
 
 _FINAL_ANSWERS = 10
-"""Number of calls after the end of the budget that Polar answers with a final text. Further ones are refused."""
+"""Once the budget is spent, Polar answers this many calls with a final text. Further calls are refused."""
 
 
 class BudgetSpentError(RequestError):
@@ -96,8 +96,8 @@ class BudgetUsage:
         return self._over_budget()
 
     def reached_elsewhere(self) -> Reservation:
-        """Mark `max_calls` as reached, because of calls of other gateways. The reservation has a refusal or a final
-        answer."""
+        """Mark `max_calls` as reached, because of calls of other gateways. Return a reservation with a refusal or a
+        final answer."""
         self.spent = self.spent or "max_calls"
         return self._over_budget()
 

@@ -56,7 +56,7 @@ class CallNode:
     ids: bytes
     """Key of the ids of the tool calls in the request."""
     spelling: bytes
-    """Key of the assistant turns in the request with their white space and reasoning."""
+    """Key of the request's assistant turns, including their white space and reasoning."""
     at: float
     """Time of the call's start or, once it has ended, of its end."""
     state: CallState = "running"
@@ -128,8 +128,11 @@ class CallIndex:
             del self.quotable[:-_QUOTABLE]
 
     def repeats(self, node: CallNode) -> int:
-        """Return how often an answered call was repeated, itself included. This is the number of answered calls with
-        the same request or, if larger, of consecutive calls with the same answer that end with this one."""
+        """Return how often an answered call was repeated, itself included.
+
+        This is the larger of two numbers: the answered calls with the same request, and the consecutive calls, up to
+        this one, with the same answer.
+        """
         same_request = sum(other.state in ANSWERED for other in self.asked[node.asked])
         same_answer, here = 1, node
         while (parent := self.by_id.get(here.parent_call_id or "")) is not None:

@@ -107,12 +107,12 @@ class PromptPlan:
     config: PromptConfig | None = None
     """Digests of the request's tools and template options; None for a raw prompt."""
     under_grammar: bool = False
-    """True if the engine renders the request, and adds a grammar for the answer that the request did not ask for."""
+    """True if the engine renders the request, and constrains the answer by a grammar of its own."""
 
     @property
     def constrained(self) -> bool:
-        """Whether the engine adds a grammar for the answer that the request did not ask for. Known once sampling has
-        begun."""
+        """Whether the engine constrains the answer by a grammar of its own, for which the request did not ask. Known
+        once sampling has begun."""
         return self.under_grammar if self.prompt is None else self.prompt.constrained
 
     @property
@@ -213,8 +213,8 @@ class PromptBuilder:
         return PromptPlan(accepted, past_reasoning=past_reasoning)
 
     async def _other_end(self, answered: AnsweredCall) -> PromptReason:
-        """Return why an answer that ended neither with one of `eos_token_ids` nor at the token limit cannot be
-        continued."""
+        """Return why an answer cannot be continued. It ended neither with one of `eos_token_ids` nor at the token
+        limit."""
         if answered.finish_reason not in ("stop", "tool_calls"):
             return "aborted"
         text = await self._engine.decode(answered.ids[answered.prompt_size :].tolist()) if answered.stop else ""
@@ -321,9 +321,9 @@ class PromptBuilder:
 
 
 def prompt_config(request: ChatRequest) -> PromptConfig:
-    """Return digests of the tools and template options, whatever the order of tools and keys.
+    """Return digests of the tools and template options.
 
-    The field `cache_control` of a tool is ignored.
+    The order of tools and of keys does not matter, and the field `cache_control` of a tool is ignored.
     """
     tools = orjson.dumps(() if request.tool_choice == "none" else request.tools)
     digest_tools = _tools_digest if len(tools) <= _CACHED_BYTES else _tools_digest.__wrapped__

@@ -26,9 +26,8 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""After each of this many first messages of an assistant turn, the turn so far is hashed as one merged message, because
-a separate request that ends there has this key. To do so after all messages of a long turn would take quadratic
-time."""
+"""After each message of an assistant turn, up to this many messages, the turn so far is hashed as one merged message. A
+separate request that ends there has the same key. For all messages of a long turn, this would take quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""

@@ -135,7 +135,7 @@ def hash_key(key: str) -> bytes:
 
 
 def key_of_request(headers: Mapping[str, str], query_key: str | None) -> str | None:
-    """Return the API key of a request, from the first of Authorization, x-api-key, x-goog-api-key and ?key=.
+    """Return the API key of a request: the first that it has in Authorization, x-api-key, x-goog-api-key or ?key=.
 
     `headers` are by lower-case name.
     """

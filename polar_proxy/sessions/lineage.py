@@ -268,10 +268,10 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
 
 
 def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
-    """Return the lengths, in messages, of the two longest beginnings of the request that are known.
+    """Return the lengths, in messages, of two beginnings of the request; 0 for a beginning that does not exist.
 
-    The first beginning is an earlier call's messages with its answer. The second is an earlier call's messages without
-    the answer; its length is 0 if it is shorter than the first. A length is 0 if there is no such beginning.
+    The first is the longest one that is an earlier call's messages with its answer. The second is the longest one that
+    is an earlier call's messages without the answer; its length is also 0 if it is shorter than the first.
     """
     keys = query.chain.keys
     asked = 0
@@ -408,7 +408,7 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
 
 
 def _quotes_later(quoting: Sequence[CallNode], turn: CallNode | None) -> bool:
-    """Return whether one of the quoted summaries was written after a turn: it replaces turns before that one."""
+    """Return whether a quoted summary was written after the call `turn`, so that it replaces turns before that call."""
     return turn is not None and any(summary.at > turn.at for summary in quoting)
 
 

@@ -328,7 +328,7 @@ def after_answer(
 
 
 def _end_is_marked(answer: Message) -> bool:
-    """Return whether a mark after the answer's text is the end of the answer: no tool call or white space follows."""
+    """Return whether the answer ends with the mark after its text: neither tool calls nor white space follow."""
     text = answer.content[-1].get("text") if isinstance(answer.content, list) and answer.content else answer.content
     return not answer.tool_calls and isinstance(text, str) and bool(text) and not text[-1].isspace()
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _IN_USE_SECONDS = 30.0
 """For this long after its last request a session is in use and stays in memory, even if the sessions in use exceed the
-limit `calls_in_memory`. So no session is read back from the store more often than this."""
+limit `calls_in_memory`. So no session is read back from the store more often than once in this time."""
 
 
 class SessionClosedError(RequestError):

@@ -249,8 +249,8 @@ AGENT_TOOLS = frozenset(
     | {"codebase_investigator", "cli_help", "generalist", "browser_agent", "new_task", "use_subagents"}
     | {"delegate_task"}
 )
-"""Tools that start agents, in lower case: Claude Code, Qwen Code, opencode, Codex, Gemini CLI, OpenHands, Cline,
-Hermes."""
+"""Names, in lower case, of the tools that start agents in Claude Code, Qwen Code, opencode, Codex, Gemini CLI,
+OpenHands, Cline and Hermes."""
 
 
 @dataclass(slots=True)

@@ -158,8 +158,8 @@ CacheEntry = LastRequest | MarkedText | AnsweredCall | UnrecordedCall | Referabl
 
 
 class ConversationCache(LRUCache[Hashable, Any]):
-    """Last requests and marked texts (by session id), answered calls (by call id and choice), unrecorded calls and
-    answers that requests refer to, limited in bytes."""
+    """A cache with a size limit in bytes. It holds last requests and marked texts (by session id), answered calls (by
+    call id and choice), unrecorded calls, and the answers to which requests refer."""
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         super().__init__(capacity, lambda entry: entry.size)
@@ -222,7 +222,7 @@ class SessionState:
         self.unstored_key: bytes | None = None
         """The hash of the key, while the session itself is not stored yet."""
         self.refusal: str | None = None
-        """Why the last call could not be recorded. It was refused, or broken off if its answer had begun."""
+        """Why the last call could not be recorded. This call was refused, or broken off if its answer had begun."""
         self.ended = False
         """True if the rollout ended while calls were in flight. Their clients get a 409 in place of the answer."""
         self.recorded = 0

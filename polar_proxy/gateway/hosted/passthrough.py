@@ -155,7 +155,7 @@ class PassthroughEncoder(Encoder):
     inner: Callable[..., Encoder] = field(kw_only=True)
     """Returns the dialect's own encoder, which reports an error if the connection to the provider breaks."""
     held: bool = field(kw_only=True)
-    """True if bytes are held back: from the start of an answer that is not streamed, or from the end of a stream on."""
+    """True while bytes are held back: all bytes of an answer that is not streamed, or the last piece of a stream."""
     _rest: list[bytes] = field(default_factory=list, init=False)
     _ended: bool = field(default=False, init=False)
 

@@ -7,9 +7,9 @@ recorded with the messages and answers that the ids stand for. The body is sent 
 Promises:
 
 * A session's calls are joined to its own calls only.
-* A history is complete if each id was found and each answer could be read. For a conversation, Polar must also have
-  passed on its creation, and since then no request that adds or deletes items (`ConversationRoutes`). Stored prompts
-  (`prompt`) are never known.
+* A history is complete if each id was found and each answer could be read. A conversation is known only if Polar passed
+  on its creation, and has passed on no request since that adds or deletes its items (`ConversationRoutes`). A stored
+  prompt (`prompt`) is never known, so a body that names one has no complete history.
 * If the store fails, the history is incomplete, and the request is passed on.
 """
 

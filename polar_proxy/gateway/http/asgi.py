@@ -25,12 +25,12 @@ Headers = Iterable[tuple[bytes, bytes]]
 INSIDE_SANDBOX = "polar_inside_sandbox"
 """Key that the scope's `state` has if the request came through a socket inside a sandbox."""
 SANDBOX_KEY = "polar_sandbox_key"
-"""Key that the scope's `state` has if the request came through a socket that model hosts resolve to: its value is the
-key of the sandbox's session."""
+"""Name of the entry in the scope's `state` that holds the key of the sandbox's session. The entry exists only if the
+request came through a socket that model hosts resolve to."""
 PROVIDER_PATH = "polar_provider_path"
-"""Key in the scope's `state` of the (host, path with query) to which an intercepted request was sent."""
+"""Key under which the scope's `state` holds the (host, path with query) to which an intercepted request was sent."""
 PROVIDER_EXCHANGE = "polar_provider_exchange"
-"""Key in the scope's `state` of the function that sends a request over the WebSocket to the provider
+"""Key under which the scope's `state` holds the function that sends a request over the WebSocket to the provider
 (`ProviderRequest.exchange`)."""
 CONNECTION = "polar_connection"
 """Key of the connection's random id in the scope's `state`."""
@@ -78,9 +78,9 @@ def count_values(body: bytes, limit: int) -> int:
     """Estimate the number of JSON values in `body`, to find out whether there are more than `limit`.
 
     Values are counted by their separators, and an empty array or object counts as two. The first count includes
-    separators inside strings, so it is an upper bound, and is returned if it does not exceed `limit`. Otherwise strings
-    are skipped, and counting stops above `limit`. The body is not parsed, because parsed values take up to a hundred
-    times the memory of their text, and parsing holds up all other requests.
+    separators inside strings, so it is an upper bound, and is returned if it does not exceed `limit`. Otherwise a
+    second count skips strings, and stops above `limit`. The body is not parsed, because parsed values take up to a
+    hundred times the memory of their text, and parsing holds up all other requests.
     """
     values = 1 + sum(map(_count_separators, _pieces(body)))
     if values <= limit:
@@ -150,7 +150,7 @@ def request_id_headers(request_id: str) -> list[tuple[bytes, bytes]]:
 
 
 class ErrorFormat(Protocol):
-    """The format of a provider's errors, or of those of the HTTP API."""
+    """The format in which a provider or the HTTP API reports errors."""
 
     def error_body(self, error: RequestError, request_id: str) -> bytes:
         """Return the response body of an error. `request_id`: the id that is also in the response's headers."""
@@ -188,7 +188,7 @@ def with_request_id(send: Send, request_id: str) -> Send:
 
 
 def refuse_upgrade(send: Send) -> Send:
-    """Return a `send` that answers the request to open a WebSocket with an HTTP response."""
+    """Return a `send` for an HTTP response that refuses to open the requested WebSocket."""
 
     async def send_refusal(message: Any) -> None:
         await send({**message, "type": f"websocket.{message['type']}"})
@@ -206,8 +206,8 @@ async def send_json(send: Send, status: int, body: bytes, headers: Headers = ())
 class ClientWatch:
     """A context manager that cancels the current task if the client disconnects before the block ends.
 
-    The cancellation does not leave the block; after it, `gone` is True. A cancellation from elsewhere passes through.
-    After a disconnect, `on_disconnect` is awaited first; it returns when the task is no longer worth continuing.
+    After the disconnect, `on_disconnect` is awaited first; it returns when the task is no longer worth continuing. Then
+    `gone` becomes True, and the task is cancelled. This cancellation ends with the block; any other passes through.
     """
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], Awaitable[None]] | None = None) -> None:

@@ -13,8 +13,8 @@ from polar_proxy.config import GatewayLimits
 from polar_proxy.errors import RequestError
 
 _SLICE_BYTES, _SLICE_PIECES = 1024, 64
-"""Received bytes are parsed in slices of this size, and at most about this many pieces of content in one turn of the
-event loop; the rest waits for later turns, so that other connections get theirs."""
+"""Size of the slices in which received bytes are parsed, and approximate maximum of the pieces of content that are
+parsed in one turn of the event loop. The rest waits for later turns, so that other connections get their turns."""
 _NOTHING = memoryview(b"")
 
 

@@ -6,9 +6,9 @@
 * One connection is parsed for a bounded part of each turn of the event loop, however small its headers and chunks are.
 * A client that stops reading its answer is disconnected, so that its call ends.
 * Connections are bounded. If there are too many, the one that has waited longest for the head of a request is closed,
-  so that unfinished connections cannot keep others out. If all of them are being answered, the new one is refused.
-* All bodies together are bounded in size, from their first byte until their requests are answered. If there are too
-  many, the largest body that is still being read is refused, so that a small one is always read.
+  so that unfinished connections cannot keep others out. If each of them has a request, the new one is refused.
+* All bodies together are bounded in size, from their first byte until their requests are answered. If a body does not
+  fit, larger bodies that are still being read are refused to make room for it.
 
 A refusal has the format of the dialect that the URL belongs to.
 """
@@ -61,7 +61,7 @@ class BodyReservation:
     task: asyncio.Task[Any] | None = None
     size: int = 0
     reading: bool = True
-    """True while the body of the request is still being read, so that the request can be refused."""
+    """True while the body is still being read. Only in this time can the request be refused to make room for others."""
     refused: bool = False
 
     def take(self, size: int) -> None:

@@ -42,7 +42,7 @@ from polar_proxy.types import CallRecord
 log = logging.getLogger(__name__)
 
 _RECORD_SECONDS = 10.0
-"""How long a gateway that stops waits until the calls that it has cancelled are recorded."""
+"""When a gateway stops, it waits up to this many seconds until the calls that it has cancelled are recorded."""
 _SWITCH_SECONDS = 0.001
 """The interpreter's switch interval in seconds: how long a thread that works on a large request may keep the GIL while
 the event loop waits for it."""

@@ -7,7 +7,8 @@
 * A WebSocket without a request is closed after a time, or earlier if there are too many connections.
 * Compression is not offered, so a message is never larger than the bytes that were received for it.
 
-If the server closes a WebSocket, because of a limit or because it stops, the application gets `asgi.WEBSOCKET_CLOSING`.
+If a WebSocket must be closed, because of a limit or because the server stops, the application is sent
+`asgi.WEBSOCKET_CLOSING`.
 """
 
 from __future__ import annotations

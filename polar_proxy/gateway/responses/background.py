@@ -52,7 +52,7 @@ class BackgroundCalls:
     def __init__(self) -> None:
         self._running: dict[str, BackgroundCall] = {}
         self._requests: Counter[str] = Counter()
-        """Background requests that are being answered, by session."""
+        """Number of background requests that are being answered, by session id."""
 
     @contextmanager
     def count(self, session: SessionState) -> Iterator[None]:

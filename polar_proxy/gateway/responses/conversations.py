@@ -52,7 +52,7 @@ _DIALECT = get_dialect("openai_responses")
 _ROUTE = re.compile(r"(?:/v1)?/conversations(?:/([^/]+)(?:/(items)(?:/([^/]+))?)?)?")
 _MOST_ADDED = 20
 _MOST_BYTES = 32 << 20
-"""Size limit of a conversation, unless that of a request body is smaller."""
+"""Size limit of a conversation, in bytes. If the size limit of a request body is smaller, that limit holds."""
 _MOST_CONVERSATIONS, _CONVERSATIONS_AT_SIZE_LIMIT = 1000, 4
 """Limits of a session: the number of its conversations, and their total size as a multiple of the size limit of one."""
 
@@ -309,7 +309,7 @@ def _listed(item: ConversationItem) -> Json:
 
 
 def _new_items(items: Sequence[Json]) -> list[ConversationItem]:
-    """Return the items of a request with ids. Raises RequestError for too many, and for two with the same id."""
+    """Return a request's items, each with an id. Raises RequestError for too many, and for two with the same id."""
     if len(items) > _MOST_ADDED:
         raise invalid("items", f"at most {_MOST_ADDED} items can be added at a time")
     batch = new_id("call")

@@ -55,7 +55,7 @@ class ResponsesWebSocket:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         """Bodies of requests, then None when the WebSocket ends."""
         self._close_code: int | None = None
-        """The close code with which the server closes the WebSocket; None while it does not."""
+        """The close code, once the server has decided to close the WebSocket; None before."""
         self.gone = asyncio.Event()
         """Set once the client has disconnected."""
         self.answering = False
