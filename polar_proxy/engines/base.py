@@ -1,6 +1,6 @@
 """The interface of an inference engine: render a conversation, sample an answer, score a token sequence.
 
-Promises, each held by the contract suite in `tests/engines/engine_contract.py`:
+Promises, each checked by the contract suite in `tests/engines/engine_contract.py`:
 
 * The first event of `sample` carries `prompt_ids`; every event carries as many log-probabilities as token ids.
 * The ids of a choice are all tokens that were sampled, including the end-of-turn token, whatever the text shows.
@@ -76,8 +76,8 @@ class Engine(ABC):
     async def accept_prompt(self, request: ChatRequest, token_ids: TokenIds) -> ExactPrompt:
         """Check that the answer to `request` can be sampled from exactly `token_ids` and parsed like any other answer.
 
-        Raises CannotContinueError. An engine with the capability `continue` may still refuse single requests, for
-        example with template options for which its answer parser was not verified.
+        Raises CannotContinueError if not. An engine with the capability `continue` may still refuse single requests,
+        for example with template options for which its answer parser was not verified.
         """
         if "continue" not in self.info.capabilities:
             raise CannotContinueError(f"the engine {self.info.engine} cannot sample a conversation from exact ids.")
@@ -119,8 +119,8 @@ class Engine(ABC):
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
         """Return whether the engine's rendering of a request ends with the token ids `end`.
 
-        An engine whose rendering in this process was found equal to the server's may skip this comparison for most
-        requests.
+        An engine may skip this comparison for most requests if it renders in this process, and its renderings were
+        found equal to the server's.
         """
         return (await self.render(request))[-len(end) :] == list(end)
 
@@ -145,7 +145,7 @@ class Engine(ABC):
         return None
 
     async def weight_version(self) -> str | None:
-        """Return the policy version that is loaded, if the engine knows it."""
+        """Return the policy version of the loaded weights; None if the engine does not know it."""
         return None
 
     async def __aenter__(self) -> Self:

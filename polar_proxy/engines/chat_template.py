@@ -1,7 +1,7 @@
 """Render a model's chat template in this process, as Transformers and vLLM do.
 
-`ModelFiles` are the template, special tokens and tokenizer of a model's folder. Nothing here proves that a server uses
-the same ones; `local_rendering.py` does.
+`ModelFiles` are the template, special tokens and tokenizer of a model's folder. A server may use
+other files. `local_rendering.py` finds out by comparing renderings.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The Jinja sandbox of Transformers and vLLM, made faster: fields of messages are looked up directly, and whether
-    an attribute is safe is checked once for each type."""
+    """The Jinja sandbox of Transformers and vLLM, made faster: fields of messages are looked up directly, and each
+    attribute of a type is checked only once for safety."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -171,7 +171,7 @@ def template_message(message: Message, *, content_parts: bool = False) -> Json:
 
 
 def _without_billing_line(message: Message) -> Message:
-    """Remove Claude Code's billing line from a system message, and each part of its content that has only this line."""
+    """Remove Claude Code's billing line from a system message. Drop content parts that have only this line."""
     if message.role != "system" or not message.content:
         return message
     if isinstance(message.content, str):

@@ -69,7 +69,10 @@ def _hosted(settings: EngineSettings) -> Engine:
 
 @contextlib.asynccontextmanager
 async def open_engines(settings: Mapping[str, EngineSettings]) -> AsyncIterator[dict[str, Engine]]:
-    """Enter the engines of the settings [engines], by name. Raises UsageError, with the name of the engine at fault."""
+    """Enter the engines of the settings [engines]. Yields a mapping from name to engine.
+
+    Raises UsageError, with the name of the engine at fault.
+    """
     async with contextlib.AsyncExitStack() as stack:
         opened: dict[str, Engine] = {}
         for name, one in settings.items():

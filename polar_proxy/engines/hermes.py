@@ -9,9 +9,9 @@ Invariants, each tested:
   `</think>` or around a tool call).
 * `arguments` is the exact text of the JSON value that was sampled, not parsed and printed again.
 
-A tool call is what vLLM's hermes parser accepts as one: strict JSON with a string `name` and with `arguments`, followed
-by an end tag or the end of the answer. Unlike in vLLM's parser, `</tool_call>` inside a JSON string does not end the
-tool call, and text after a tool call is kept.
+A tool call has the form that vLLM's hermes parser accepts: strict JSON with a string `name` and with `arguments`,
+followed by an end tag or the end of the answer. Unlike in vLLM's parser, `</tool_call>` inside a JSON string does not
+end the tool call, and text after a tool call is kept.
 """
 
 from __future__ import annotations

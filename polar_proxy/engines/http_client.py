@@ -27,7 +27,7 @@ import httptools
 
 _HIGH_WATER = 1 << 20
 _TARGET = re.compile(rb"/[!-~]*")
-"""Path and query of a request: without spaces, line breaks and other characters that would end them."""
+"""Pattern of a path and query without spaces, line breaks and other characters that would end them in a request."""
 
 
 class NoResponseError(ConnectionResetError):
@@ -120,7 +120,7 @@ class _ClientConnection(asyncio.Protocol):
         self.idle_since = 0.0
 
     async def exchange(self, request: list[bytes]) -> HttpResponse:
-        """Send a request and wait for the headers. Raises NoResponseError if the connection closes before them."""
+        """Send a request and wait for the headers. Raises NoResponseError if the connection closes first."""
         if self._transport is None or self._transport.is_closing():
             raise NotSentError("the connection is closed")
         response = self._response = HttpResponse(self)
@@ -277,7 +277,7 @@ class HttpClient:
             self._idle.pop().drop()
 
     def _pooled(self) -> _ClientConnection | None:
-        """Return the idle connection that was used last. Drop those idle for too long: the server may close them."""
+        """Return the connection that became idle last, and drop any idle so long that the server may close it."""
         limit = time.monotonic() - self._keep_seconds
         while self._idle:
             connection = self._idle.pop()

@@ -2,7 +2,7 @@
 
 The template comes from the model's folder (vLLM), or from the server (llama.cpp). The first conversation with a set of
 tools and template options is rendered both here and by the server. If the ids (or texts) are equal, later conversations
-with this set are rendered here, and every 32nd is compared again; if not, the server renders them.
+with this set are rendered here. If they differ, the server renders them. Every 32nd conversation is compared again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CONVERSATION = (
     Message("user", "Again."),
 )
 """A test conversation. At the start, its first two, four and six messages are rendered here and by the server, and the
-results are compared. What the template refuses here must be refused by the server too."""
+results are compared. If the template refuses one of them here, the server must refuse it too."""
 
 Rendering = TypeVar("Rendering", list[int], str)
 Render = Callable[..., Awaitable[Rendering]]
@@ -64,7 +64,7 @@ class LocalRenderer(Generic[Rendering]):
         render: Render[Rendering],
         encode: Callable[[str], Rendering],
     ) -> None:
-        """`render` returns the server's rendering, ids or text; `encode` turns a text rendered here into the same."""
+        """`render` returns the server's rendering (ids or text). `encode` turns text rendered here into that type."""
         self._template = template
         self._encode: Callable[[str], Rendering] = encode
         self._form = form

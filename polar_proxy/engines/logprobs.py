@@ -50,8 +50,8 @@ def at_temperature(logprob: float, known: Sequence[float], temperature: float) -
 
     `known`: log-probabilities of the `ALTERNATIVES` most likely tokens and of the token itself. With a = 1 / T the
     result is a log p - log sum_v p_v^a, where v runs over the whole vocabulary. The terms of unknown tokens are only
-    bounded: together these tokens have the remaining probability, and each is at most as likely as the least likely of
-    the most likely tokens. Return the middle of the bounds, or NaN if they are more than 0.001 nats apart.
+    bounded: together these tokens have the remaining probability, and none is more likely than the last of the
+    `ALTERNATIVES` most likely tokens. Return the middle of the bounds, or NaN if they are more than 0.001 nats apart.
     """
     power = 1.0 / temperature
     probabilities = [exp(value) for value in known]

@@ -33,7 +33,7 @@ class _ChoiceState:
 
 
 class OneCallLimit:
-    """Ends each of the `choices` answers to one request after its first tool call."""
+    """Ends each answer to one request after its first tool call. `choices`: the number of answers."""
 
     def __init__(self, choices: int) -> None:
         self._left = choices

@@ -42,7 +42,7 @@ class AnswerDecoder(Protocol):
 
 
 ErrorReader = Callable[[Any, int, str], PolarError]
-"""Returns the typed error for the body of a failed response, its status and the server's name."""
+"""Returns the typed error for a failed response. Arguments: the body (JSON or text), the status, the server's name."""
 
 
 class OpenAIClient:
@@ -143,7 +143,7 @@ class OpenAIClient:
     async def events(
         self, response: HttpResponse, decoder: AnswerDecoder, *, stream: bool
     ) -> AsyncGenerator[list[SampleEvent], None]:
-        """Yield the events of an answer as they arrive. Closing it before the end makes the server stop generating."""
+        """Yield the events of an answer as they arrive. Closing the iterator early makes the server stop generating."""
         try:
             if stream:
                 lines = SseDecoder(self.url)
@@ -157,7 +157,7 @@ class OpenAIClient:
             response.close()
 
     async def health(self) -> str | None:
-        """Return why `/health` of a vLLM or llama.cpp server reports no success; None if it does."""
+        """Return None if `/health` of a vLLM or llama.cpp server reports success, else the reason why it does not."""
         try:
             response = await self.send("GET", "/health")
             await self.read(response)
@@ -220,7 +220,7 @@ def _describe(error: BaseException) -> str:
 
 
 def sampling_fields(sampling: Sampling, names: Sequence[str], *, stream: bool) -> Json:
-    """Return the sampling fields of a request body: the fields `names`, n, stop and logit_bias if set, and `stream`."""
+    """Return the sampling fields of a request body: the fields `names`, n, stop, logit_bias and `stream`, if set."""
     body: Json = {name: value for name in names if (value := getattr(sampling, name)) is not None}
     if sampling.n != 1:
         body["n"] = sampling.n

@@ -3,8 +3,8 @@
 Invariant: all `token_ids` that the server sent for a choice come out once and in order, each with the log-probability
 that the server reported for it. Missing values are marked as unknown and never made up:
 
-* log-probability `nan`: no evidence for this token. vLLM sends -9999.0 for a token whose log-probability it does not
-  have or has clamped, and a chunk whose ids and log-probabilities differ in number cannot be aligned.
+* log-probability `nan`: no evidence for this token. For example, vLLM sends -9999.0 if it has no log-probability or
+  has clamped it. If a chunk's ids and log-probabilities differ in number, all its log-probabilities are `nan`.
 * token id -1: a log-probability came without its id.
 
 Some servers send each sampled id twice: in `token_ids`, and as the text `token_id:N` beside the log-probability. If the
@@ -52,7 +52,7 @@ class _PendingEvent:
 
 
 class ChunkDecoder:
-    """Decoder of one answer, either the chunks of a stream or one object, into events.
+    """Decoder of one answer into events. The answer arrives as the chunks of a stream, or as one object.
 
     `feed` merges all chunks of one read of the socket into one event per choice. So a busy gateway handles fewer,
     larger events, and an idle one passes on each token as it comes.
@@ -347,7 +347,7 @@ def parse_json(raw: bytes, url: str) -> Any:
 
 
 def api_error(body: Any, status: int, name: str) -> PolarError:
-    """Return the typed error for an OpenAI error body. Its text names the server `name`.
+    """Return the typed error for an OpenAI error body. `name`: the server's name in the error's text.
 
     A refused key (401, 403) and an unknown route (404 that names neither model, parameter nor code) are faults of the
     configuration, which the agent cannot fix: EngineError with status 502. Overload (429, 503) is an EngineError that

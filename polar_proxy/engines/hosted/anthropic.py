@@ -19,8 +19,8 @@ from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, Prov
 ANTHROPIC_URL = "https://api.anthropic.com"
 _VERSION = "2026-10-21"
 _MAX_TOKENS = 8192
-"""The `max_tokens` of a request, which the API requires, if neither the client nor the API's description of the model
-gives a limit."""
+"""The `max_tokens` of a request if neither the client nor the API's description of the model gives a limit. The API
+requires this field."""
 _FINISH_REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",

@@ -4,7 +4,7 @@
 * Results of tools and the user's messages after them are one message of the role `user`, results first.
 * The parts of a signed answer that the client did not change are sent as they came, with the thinking. Reasoning
   without a signature is left out, because the API does not accept it.
-* Arguments of a tool call that are not a JSON object become the field `arguments` of one.
+* If the arguments of a tool call are not a JSON object, their text is sent as `{"arguments": text}`.
 * Temperature, top_p and top_k are left out (and named by `not_carried`): API version 2026-10-21 refuses them at any
   value. Source: https://platform.claude.com/docs/en/api/migration-2026-10-21
 """
@@ -39,7 +39,10 @@ LEAST_BUDGET = 1024
 
 
 def anthropic_body(request: ChatRequest, model: str, max_tokens: int, *, stream: bool) -> Json:
-    """Return the body. `max_tokens` is the limit if the client sets none. Raises RequestError."""
+    """Return the body. `max_tokens` is the limit if the client sets none.
+
+    Raises RequestError for a request that Anthropic's format cannot express.
+    """
     sampling = request.sampling
     refuse_sampling(sampling, "anthropic")
     body: Json = {

@@ -69,7 +69,7 @@ class HostedEngine(ServerEngine):
         """Return a new decoder of one answer."""
 
     async def _connect_error(self, response: HttpResponse) -> EngineError:
-        """Return the error to raise for a failed response to the request for the model's description."""
+        """Return the error to raise if the request for the model's description fails with `response`."""
         failure = await self.client.failure(response)
         return failure if isinstance(failure, EngineError) else EngineError(f"{self.client.name}: {failure}")
 

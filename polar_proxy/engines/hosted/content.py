@@ -99,7 +99,7 @@ def unsupported_part(what: str) -> RequestError:
 def arguments_object(arguments: str) -> Json:
     """Return the arguments of a tool call as a JSON object.
 
-    A model may write text that is not a JSON object; such text becomes the field `arguments` of one.
+    A model may write text that is not a JSON object. Such text becomes `{"arguments": text}`, empty text `{}`.
     """
     if not arguments.strip():
         return {}

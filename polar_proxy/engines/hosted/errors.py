@@ -31,11 +31,11 @@ _COMPATIBLE = "Is this the root of the provider's API?"
 
 
 def hosted_error(body: Any, status: int, name: str) -> PolarError:
-    """Return the typed error for an error body of any of the three providers. Its text names the server `name`.
+    """Return the typed error for an error body of any provider. `name`: the server's name in the error's text.
 
-    A refused key (401, 403) and an unknown route are faults of the configuration, which the agent cannot fix:
-    EngineError with status 502. Other 4xx statuses except 402, 408 and 429 are the request's fault: RequestError. All
-    others are an EngineError with the provider's status.
+    A refused key (401, 403) and an unknown route (404 without an error object) are faults of the configuration, which
+    the agent cannot fix: EngineError with status 502. Other 4xx statuses except 402, 408 and 429 are the request's
+    fault: RequestError. All others are an EngineError with the provider's status.
     """
     error = _error_object(body)
     text = str(error.get("message") or error.get("detail") or "") or (body if isinstance(body, str) else "")

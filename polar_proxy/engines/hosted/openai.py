@@ -34,8 +34,9 @@ class OpenAIEngine(HostedEngine):
     """A model of OpenAI's API or a compatible one: `async with OpenAIEngine("https://HOST/v1", model="m",
     api_key="...")`.
 
-    `url` is the API's root, with or without `/v1`; a path that ends in anything else is used as it is. Entering raises
-    EngineError if the API cannot be reached, refuses the key, or, without `model`, does not serve exactly one model.
+    `url` is the API's root, with or without `/v1`; a path that ends in anything else is used as it is. `model` may be
+    left out if the API serves one model. Entering raises EngineError if the API cannot be reached or refuses the key,
+    or if `model` is needed and was left out.
     """
 
     provider: ClassVar[str] = "openai"
@@ -98,8 +99,8 @@ class OpenAIEngine(HostedEngine):
         return ChunkDecoder(request.sampling, self.client.name, expect_ids=False)
 
     async def _start(self, request: EngineRequest, stream: bool) -> HttpResponse:
-        """Send the request. If the API refuses it and names a field of `_ALTERNATIVES` that was not used, send it again
-        with that field, which all later requests then use as well."""
+        """Send the request. If the API's refusal names a field of `_ALTERNATIVES` that the request did not use, send
+        the request again with this field, and use the field in all later requests."""
         used = set(self._alternatives)  # a copy, because requests in flight at the same time extend the set
         while True:
             path, body = await self.client.thread.run(request.large, self._body, request, stream, used)

@@ -20,7 +20,7 @@ from polar_proxy.types import ChatRequest, Json, Sampling, TopLogprob
 COMPLETION = "/completion"
 GREEDY_BELOW = 1e-5
 _SEEDS = 2**32 - 1
-"""Seeds are sent modulo this number: as a seed, the number itself makes llama-server choose a random one."""
+"""Seeds are sent modulo this number, because llama-server chooses a random seed if the number itself is sent."""
 _FORCED = 1e4
 """The logit bias by which a token is forced to be sampled."""
 _EVERY_TOKEN = 1 << 20
@@ -55,7 +55,7 @@ class Vocabulary:
 
 
 class LlamaCppClient(OpenAIClient):
-    """Connections to a llama-server, each for one request: the server closes them after a stream without notice."""
+    """Connections to a llama-server, one per request, because after a stream the server closes them without notice."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         super().__init__(url, api_key, keep_alive=False)
@@ -74,7 +74,7 @@ class LlamaCppClient(OpenAIClient):
         return str(self.field(await self.json("POST", "/detokenize", {"tokens": list(token_ids)}), "content"))
 
     async def forced(self, prompt: Sequence[int], token: int, **more: Any) -> Json:
-        """Make the server sample `token` after the prompt by a logit bias, and return its response.
+        """Force the server by a logit bias to sample `token` after `prompt`, and return the server's response.
 
         The bias does not change the reported log-probabilities, which are those of the model at temperature 1.
         """

@@ -191,7 +191,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
     async def _stream(self, answer: AnswerState) -> AsyncGenerator[SampleEvent, None]:
         """Yield the events of one request to the server, up to the end of the answer.
 
-        At a gap in the stream whose missing tokens can be recovered, they end with these tokens.
+        If the missing tokens of a gap in the stream can be recovered, the events end after these tokens instead.
         """
         body, before = self._body(answer), len(answer.ids)
         async with aclosing(self.client.chunks(body)) as chunks:
@@ -241,7 +241,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
     ) -> SampleEvent:
         """Return the event of a chunk with these tokens, and add them to `answer`.
 
-        `full`: there is no room for more tokens, so the answer ends here: with the finish reason `length`, unless the
+        `full`: there is no room for more tokens, so the answer ends here. Its finish reason is `length` unless the
         server or a stop string ended it.
         """
         answer.ids += [token.token_id for token in tokens]
@@ -301,7 +301,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
 
 
 def _with_used_tools(request: ChatRequest) -> ChatRequest:
-    """Return the request without its tools if the model must not use them: the template would show them."""
+    """Remove the tools from a request if the model must not use them, because the template would show them to it."""
     return request if uses_tools(request) else replace(request, tools=())
 
 

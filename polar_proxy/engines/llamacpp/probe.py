@@ -42,7 +42,7 @@ _TOOL: Json = {
 
 @dataclass(frozen=True, slots=True)
 class LlamaServerModel:
-    """The model that a llama-server serves, as probing it showed."""
+    """The model that a llama-server serves, with the results of probing it."""
 
     info: EngineInfo
     template_source: str
@@ -50,8 +50,8 @@ class LlamaServerModel:
     """The model's chat template; None if this process cannot compile it."""
     vocabulary: Vocabulary
     problem: str | None
-    """Why conversations with tools cannot be answered, and no conversation can be continued from exact tokens; None if
-    both work."""
+    """Why Polar cannot parse this model's tool calls; None if it can. With a problem, requests with tools are refused,
+    and no conversation is continued from exact tokens."""
 
 
 async def probe_server(client: LlamaCppClient, model: str | None) -> LlamaServerModel:
@@ -122,7 +122,10 @@ async def _model_name(client: LlamaCppClient, wanted: str | None) -> str:
 
 
 async def _require_same_prompt(client: LlamaCppClient, prompt: Sequence[int]) -> None:
-    """Raise EngineError if the chat route's prompt is not as long as `prompt`, from /apply-template and /tokenize."""
+    """Raise EngineError if the chat route makes a prompt of another length than `prompt` from the same messages.
+
+    `prompt`: token ids from /apply-template and /tokenize.
+    """
     body = {"messages": [_USER.to_openai()], "max_tokens": 1}
     usage = client.field(await client.json("POST", "/v1/chat/completions", body), "usage")
     if usage.get("prompt_tokens") != len(prompt):

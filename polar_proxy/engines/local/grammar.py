@@ -22,7 +22,7 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The separators of json.dumps, which are those that chat templates show to the model."""
+"""The separators of json.dumps, because chat templates show the model JSON with these separators."""
 
 
 class GrammarMask:

@@ -4,9 +4,9 @@ and over one token of each running sequence (decode).
 Works for decoder-only models of Transformers in which every layer attends to the whole past through a `Cache`. Loading
 compares the cached passes with the model's own forward pass, and refuses the model if they differ.
 
-Invariant: the first `length` positions of a KV buffer hold the keys and values of exactly the tokens stored with it,
-computed with the weights now loaded. Each sequence has its own buffer [layers, 2, heads, capacity, head_dim], so that a
-long sequence costs the others of its batch nothing.
+Invariant: the first `length` positions of a KV buffer hold the keys and values of exactly the tokens stored with the
+buffer, computed with the weights now loaded. Each sequence has its own buffer [layers, 2, heads, capacity, head_dim],
+so that a long sequence costs the others of its batch nothing.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SequenceCache(Cache):  # type: ignore[misc]  # transformers has no stubs
 
 
 class PrefixCache:
-    """Keys and values of finished sequences, at most `limit_bytes`, least recently used dropped first.
+    """Keys and values of finished sequences, at most `limit_bytes`. The least recently used are dropped first.
 
     A sequence that is a prefix of a newer one is dropped, so that a session keeps one entry and not one for each turn.
     """
@@ -189,7 +189,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Run a chunk of one sequence after the `start` positions that `kv` already holds.
 
-        Returns fp32 logits [chunk, vocab], or [1, vocab] of the last position without all_logits.
+        Returns fp32 logits: with `all_logits` of all positions [chunk, vocab], else of the last position [1, vocab].
         """
         end = start + len(token_ids)
         positions = torch.arange(start, end)
@@ -207,7 +207,7 @@ class ModelRunner:
         return logits[0]
 
     def step(self, kvs: Sequence[torch.Tensor], token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Run one token of each of n sequences, at a position within its buffer. Returns fp32 logits [n, vocab]."""
+        """Run one token of each of n sequences, at its position in the KV buffer. Returns fp32 logits [n, vocab]."""
         logits: torch.Tensor = self.model(
             input_ids=torch.tensor(token_ids)[:, None],
             position_ids=torch.tensor(positions)[:, None],

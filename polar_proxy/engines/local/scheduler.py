@@ -77,7 +77,7 @@ class SequenceState:
 
     @property
     def unread(self) -> int:
-        """Number of tokens without keys and values. 1 means that only the last token is missing: ready to decode."""
+        """Number of tokens without keys and values. At 1 (the last token), the sequence is ready to decode."""
         return self.count - self.kv_length
 
 
@@ -163,7 +163,7 @@ class BatchScheduler:
             self._step()
 
     def _step(self) -> None:
-        """Run one step, and queue the next if work is left, after the functions that `run` has queued meanwhile."""
+        """Run one step. If work is left, queue the next step behind the functions that `run` has queued meanwhile."""
         try:
             with torch.inference_mode():
                 self._drop_cancelled()
@@ -247,7 +247,7 @@ class BatchScheduler:
             self._accept(sequence, token)
 
     def _room_for_one(self, sequence: SequenceState) -> torch.Tensor:
-        """Return the KV buffer of a sequence, which has room for one more token: a full one is doubled."""
+        """Return the KV buffer of a sequence, with room for at least one more token. A full buffer is doubled first."""
         kv = self._kv_of(sequence)
         capacity = kv.shape[-2]
         if sequence.kv_length == capacity:

@@ -66,7 +66,7 @@ class BodyReader:
         self._rest = b""
 
     def feed(self, data: bytes, *, last: bool) -> list[Json]:
-        """Return the objects that `data` completes; those of an unstreamed body with its `last` piece.
+        """Return the objects that `data` completes. An unstreamed body is decoded as a whole at its `last` piece.
 
         Raises EngineError for malformed content.
         """

@@ -36,7 +36,8 @@ PROVIDER_HOSTS = {
     "anthropic_messages": "api.anthropic.com",
     "google_generate_content": "generativelanguage.googleapis.com",
 }
-"""dialect -> the provider's host for requests that name none, because the agent's base URL is Polar's."""
+"""dialect -> the host for requests that name no provider's host (the agent's base URL is Polar's own). For all other
+dialects this is `OPENAI_HOST`."""
 OPENAI_HOST = "api.openai.com"
 _CONTEXT_LENGTH = 200_000
 """The context length in tokens that is reported to harnesses, because the model is not known before a request."""
@@ -163,7 +164,7 @@ class _AnswerReader:
         self.ended = False
         """Whether the answer ends in the piece that was fed last."""
         self.error: Json | None = None
-        """The error that the provider reports in that piece."""
+        """The error that the provider reports in the piece that was fed last, or None."""
 
     def feed(self, piece: ProviderPiece) -> list[SampleEvent]:
         if self._body is None:  # the first piece has the headers

@@ -25,7 +25,7 @@ class _Connect(connect):
 
 
 class ProviderWebSocket:
-    """A WebSocket to a provider, one for each WebSocket of an agent. Call `close` when the agent's ends.
+    """A WebSocket to a provider, one for each WebSocket of an agent. Call `close` when the agent's WebSocket ends.
 
     It is connected by `open`, or else by the first `exchange`.
     """
@@ -91,7 +91,7 @@ class ProviderWebSocket:
 
 
 def _object_in(message: bytes) -> Json:
-    """Return the JSON object that a message is, or {} for any other message, which is passed on all the same."""
+    """Return a message decoded from JSON; {} if it is no JSON object. Such a message is passed on all the same."""
     try:
         value: object = orjson.loads(message)
     except orjson.JSONDecodeError:

@@ -5,12 +5,12 @@ log-probabilities. When it is entered, the engine verifies that the server can d
 used if it cannot.
 
 A conversation that continues from exact ids goes to `/v1/completions` too. Its answer is parsed as the chat route would
-parse it (`answer_parser.py`), which was also verified. If this is impossible, `continue_problem` says why.
+parse it (`answer_parser.py`), by a parser that was verified too. If there is none, `continue_problem` says why.
 
 An answer of the chat route is streamed from the server if the client streams or the request has tools. Without tools, a
 client that does not stream is served from one JSON object, which costs much less than a stream of many chunks. With
-tools the two differ: a tool call that `max_tokens` cut is raw text in one and a tool call in the other, and the answer
-must not depend on whether the agent streams.
+tools, the object and the stream may differ: a tool call that `max_tokens` cut is raw text in one and a tool call in the
+other. The answer must not depend on whether the agent streams.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class ForcedSampling:
     async def open_reasoning(self, frame: Json) -> ForcedAnswer | None:
         """Make the server begin an answer with reasoning in the template's format, and cut it after a few letters.
 
-        Returns None if the answer does not begin with that. Used for servers whose grammar applies from the first
+        Returns None if the server did not do this. Used for servers whose grammar applies from the first
         token, not only from the answer's text, and allows reasoning before the text (gpt-oss).
         """
         opened = await self.render(USER, True, frame)

@@ -111,7 +111,10 @@ class ParserProofs:
         self._lock = asyncio.Lock()
 
     async def config_for(self, options: Mapping[str, Any], prompt: TokenIds) -> ParserConfig:
-        """Return how an answer to `prompt` under these template options is parsed. Raises CannotContinueError."""
+        """Return how an answer to `prompt` under these template options is parsed.
+
+        Raises CannotContinueError if no parser was verified for such an answer.
+        """
         config = await self.prove(options)
         if config.kind == "hermes" and (tail := self.tail(prompt)) != config.tail:
             raise CannotContinueError(
@@ -148,7 +151,10 @@ class ParserProofs:
             await self.process.stop()
 
     async def prove(self, options: Mapping[str, Any]) -> ParserConfig:
-        """Return how this server's answers are parsed under these template options. Raises CannotContinueError."""
+        """Return how this server's answers are parsed under these template options.
+
+        Raises CannotContinueError if no parser can be verified for them.
+        """
         key = _key(options)
         if key not in self._proved:
             async with self._lock:
@@ -350,8 +356,8 @@ class ParserProofs:
     ) -> ParserConfig | str:
         """Return the configuration that parses with the server's route `/derender`, or why there is none.
 
-        The route must parse these answers, whole, as the chat route does. If it also parses them alike in pieces, the
-        answers of streams are parsed in pieces, otherwise at their end.
+        The route must parse each of these answers, sent whole, as the chat route does. If it also does so when they are
+        sent in pieces, streams are parsed in pieces; otherwise they are parsed at their end.
         """
 
         async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:

@@ -306,7 +306,7 @@ class ParserWorker:
         Only the pairs `given` are tried, in their order. If it is None, every pair is tried: first those without a
         reasoning parser, then the others. Within both groups, the pairs are ordered by how much the two names resemble
         the model type and each other. If several of these pairs denote the same classes, only the first is returned. To
-        save time, tool parsers are tried alone before, on the samples in the template's own format (`own`).
+        save time, tool parsers are first tried alone, on the samples in the template's own format (`own`).
         """
         if given is not None:
             return [pair for pair in given if self._agrees(pair, request, samples, "all")]

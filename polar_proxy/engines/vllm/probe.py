@@ -258,7 +258,7 @@ class ServerProbe:
         return choice.get("prompt_token_ids") == prompt and len(choice.get("token_ids") or []) == len(reported) == 1
 
     async def _precision(self) -> str | None:
-        """Return the number format that `/server_info` reports, or None: only a vLLM in development mode has it."""
+        """Return the number formats that `/server_info` reports, if any. The route exists in development mode only."""
         answer = await unless_refused(self._client.json("GET", "/server_info"))
         return read_precision(str(answer.get("vllm_config"))) if isinstance(answer, dict) else None
 
@@ -299,7 +299,10 @@ class ServerProbe:
         return False
 
     async def _renders(self, *, tools: bool) -> bool:
-        """Return whether conversations are rendered to the prompt ids of the chat route, or refused by both."""
+        """Return whether test conversations are rendered to the prompt ids of the chat route.
+
+        A conversation that both refuse counts as rendered alike; the first one must be rendered.
+        """
 
         async def equal(messages: list[Json], **fields: Any) -> bool:
             rendered = await unless_refused(self._render(messages, **fields))
