@@ -57,9 +57,10 @@ class ExportReport:
     rollouts: int = 0
     sessions: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Numbers of calls, by reason (`not_built_yet`: their rollout still runs; `certificate_broken`: their session has a
-    trace that does not match its certificate); of traces, by grade (`grade_...`); of branches whose parent is left out
-    (`parent_left_out`); of rows that a trainer's format refuses, by reason. `reasons.py` explains each key."""
+    """Key -> number left out. Calls are counted by reason (`not_built_yet`: their rollout still runs;
+    `certificate_broken`: their session has a trace that does not match its certificate), traces by grade
+    (`grade_...`), branches whose parent is left out as `parent_left_out`, and rows that a trainer's format refuses by
+    reason. `reasons.py` explains each key."""
     reasons: list[str] = field(default_factory=list)
     """Why there are no rows, in words; empty if there are rows."""
 

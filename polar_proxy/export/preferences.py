@@ -2,7 +2,7 @@
 
 A row has TRL's conversational form: `prompt` (the messages that both begin with), `chosen` and `rejected`. Each group
 gives one pair: the conversation with the highest reward and the one with the lowest. If a rollout has several
-conversations, the longest one counts. Results of tools are among `chosen` and `rejected`: a trainer must mask them.
+conversations, the longest one counts. `chosen` and `rejected` contain tool results, which a trainer must mask.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class ExportProcesses:
     async def export(self, form: str, report: ExportReport, **options: Any) -> AsyncGenerator[bytes]:
         """Yield the rows of `export_lines` in pieces, which need not end where a line ends, and fill `report`.
 
-        `options` are those of `export_lines`. Raises the same errors, and StoreError if the process ends too early.
+        `options` are those of `export_lines`. Raises the errors of `export_lines`, and StoreError if the process ends
+        too early.
         """
         async with self._places:
             process = self._idle.pop() if self._idle else await _ExportProcess.start(self._url)
@@ -96,8 +97,8 @@ class _ExportProcess:
         await self._process.wait()
 
     async def export(self, options: Json, report: ExportReport, turn: asyncio.Lock) -> AsyncGenerator[bytes]:
-        """Yield the pieces of one export. The process loads a session only while it has the lock `turn`, so that one
-        session of all exports is loaded at a time."""
+        """Yield the pieces of one export. The process loads a session only while it has the lock `turn`, so that only
+        one session is loaded at a time, whatever the number of exports."""
         self._send(options)
         async with AsyncExitStack() as held:
             while True:

@@ -189,9 +189,9 @@ async def audit(
 ) -> list[TraceAudit]:
     """Audit all traces of one builder and one session.
 
-    `certificates`: trace id -> stored certificate. The certificate of a rescored trace names the engine that scored it;
-    that of a trace which was audited before keeps the grade that the builder gave. Raise UsageError if a trace was
-    sampled with another model or template than the engine has, StoreError if a parent of a trace is missing.
+    `certificates`: trace id -> stored certificate. They tell which engine scored a rescored trace, and which grade the
+    builder gave to a trace that was audited before. Raise UsageError if a trace was sampled with another model or
+    template than the engine has, StoreError if a parent of a trace is missing.
     """
     by_id = {call.call_id: call for call in calls}
     stored = {trace.trace_id: (certificates or {}).get(trace.trace_id) or {} for trace in traces}
@@ -227,8 +227,7 @@ async def audit(
 
 def scored_temperature(sampling: AnswerSampling, rescored: bool) -> float:
     """Return the temperature at which the recorded log-probabilities of an answer can be compared with fresh ones.
-    `rescored`: True if the answers of the trace were recorded as text, and their log-probabilities were computed
-    later."""
+    `rescored`: True if an engine computed the log-probabilities of the trace after sampling (at temperature 1)."""
     if rescored or sampling.logprob_mode == "raw" or sampling.changes:
         return 1.0
     return sampling.temperature or 1.0
@@ -237,7 +236,7 @@ def scored_temperature(sampling: AnswerSampling, rescored: bool) -> float:
 def _require_same_model(
     trace: Trace, calls: Mapping[str, CallRecord], rescored_by: Json | None, engine: EngineInfo
 ) -> None:
-    """Raise UsageError if the trace was sampled with another model or template than the engine has."""
+    """Raise UsageError if the trace was sampled (or rescored) with another model or template than the engine has."""
     models: set[tuple[str, str | None]] = set()
     if rescored_by is not None:
         models.add((rescored_by["model"], None))

@@ -29,7 +29,7 @@ from polar_proxy.types import AnswerSampling, CallRecord, Choice, Span, TokenIds
 BUILDERS = ("per_call", "merged", "tree")
 ON_DRIFT: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
 _OPENS_OWN = ("subagent", "compacts")
-"""Edges of calls that continue no other call's trace."""
+"""Values of `CallRecord.edge` with which a call continues no other call's trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class TraceBuilder:
     """A trace that grows answer by answer: tokens in one buffer, and spans that say which call each token is from."""
 
     def __init__(self, parent: TraceBuilder | None = None, branch_at: int = 0) -> None:
-        """`branch_at`: how many tokens of the parent's whole path come before this trace's (builder `tree`)."""
+        """`branch_at`: number of tokens of the parent's whole path before this trace's own tokens (builder `tree`)."""
         self.trace_id = new_id("trc")
         self.parent = parent
         self.branch_at = branch_at
@@ -268,9 +268,9 @@ class TraceBuilder:
         return self._engine_name == call.engine_name
 
     def shared_depth(self, prompt: TokenIds) -> int:
-        """Return how many first tokens the prompt has in common with the trace's whole path from the root.
+        """Return the length of the common prefix of the prompt and the trace's whole path from the root.
 
-        The first `branch_at` tokens must be known to be equal.
+        Call it only if the first `branch_at` tokens are known to be equal.
         """
         start = max(self.branch_at, shared_length(prompt, self._last_prompt))
         return start + common_prefix_length(prompt[start:], self.token_ids[start - self.branch_at :])

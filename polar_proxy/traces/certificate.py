@@ -11,9 +11,9 @@ H is blake2b with a 16-byte digest. Header and span (without its hash) are canon
 UTF-8), each after its length as 4 bytes little-endian. Tokens are int32 and log-probabilities float32, both
 little-endian; only sampled spans hash log-probabilities.
 
-A checker needs a row, and not the calls. The store keeps a certificate without the parts that follow from the trace and
-its calls (spans, engines, hashes), except for the last hash. `restore` derives them and must get the same last hash, so
-that a call or trace that was changed in the database is detected when a row is made from it.
+A checker needs only the row, not the calls. The store keeps a certificate without the parts that follow from the trace
+and its calls (spans, engines, hashes), except for the last hash. `restore` derives them and must get the same last
+hash, so that a call or trace that was changed in the database is detected when a row is made from it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from polar_proxy.traces.rows import RowError, describe_errors, read_row
 from polar_proxy.types import AnswerSampling, Json, Span, Trace
 
 _PROBLEMS_SHOWN = 3
-"""Number of a row's problems that are printed."""
+"""Maximum number of problems that are printed for one row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def drift_events(calls: Sequence[CallRecord], excluded: Mapping[str, str] | None
 
 
 def find_drift(call: CallRecord, base: CallRecord) -> DriftEvent | None:
-    """Return the drift of one call from its base, the trained call that `base_call_id` names, or None."""
+    """Return the drift of a call from `base` (the trained call that its `base_call_id` names); None without drift."""
     prompt = call.prompt_ids
     if prompt is None or call.prompt_reason in INTENTIONAL_REASONS:
         return None

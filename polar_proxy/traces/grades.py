@@ -103,7 +103,7 @@ def off_distribution_note(call: CallRecord) -> str | None:
 
 
 class DistributionNotes:
-    """Calls `note` with the `off_distribution_note` of each call that has one. Equal notes are passed once."""
+    """Passes the `off_distribution_note` of each call that has one to `note`. Equal notes are passed once."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note

@@ -25,7 +25,7 @@ from polar_proxy.types import CallRecord, Json
 
 STORED_BUILDER = "merged"
 """The builder whose traces are stored when a rollout ends. Traces of any other builder are made from the calls on
-request: stored for each rollout, those of `per_call` alone would be a third of the rollout's size."""
+request. If the traces of `per_call` were stored too, they alone would be a third of a rollout's size."""
 
 SUPERSEDED = "superseded_attempt"
 """The reason for excluding the calls of an attempt that another attempt followed: only the last attempt counts."""

@@ -50,7 +50,10 @@ class PrefixTable:
         self._sizes[here] += len(piece)
 
     def candidates(self, ids: TokenIds) -> list[int]:
-        """Return the numbers of all sequences that are prefixes of `ids`, and perhaps of others: compare the tokens."""
+        """Return the numbers of all sequences that are prefixes of `ids`.
+
+        Numbers of other sequences may be among them, so the caller must compare the tokens.
+        """
         if self._count <= _FEW:
             return list(range(self._count))
         sizes, hashes = self._sizes[: self._count], self._hashes[: self._count]

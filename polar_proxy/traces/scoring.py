@@ -123,7 +123,7 @@ async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
 
     The sampled tokens of these traces get teacher-forced log-probabilities (raw, given the trace's own tokens) in place
     of the recorded ones, and their grade gets the reason `rescored`. Other traces stay as they are. Raise EngineError
-    if the engine gives no value for a sampled token, and every error of its `score`.
+    if the engine gives no value for a sampled token. Errors of `engine.score` are passed on.
     """
     traces: list[Trace] = []
     reasons = dict(build.grade_reasons)

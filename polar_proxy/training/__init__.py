@@ -1,6 +1,6 @@
 """GRPO training on the traces that Polar records. `grpo.py` is the loop, one step from top to bottom.
 
-run.py                puts a run together, with rollouts of this process or of a server
+run.py                puts a run together; this process or a server runs its rollouts
 feed.py               leases of finished groups, and reading them
 batch.py              groups -> advantages (advantages.py) -> training sequences
 policy/packing.py     sequences -> prefix trees (policy/tree.py, with attention over them) -> microbatches

@@ -87,7 +87,8 @@ def mc_grpo(rewards: Rewards, *, scale: Literal["mad", "none"] = "mad", eps: flo
 
     If the MAD is 0 though rewards differ (binary rewards with a minority), the mean absolute deviation from the median
     replaces it: the authors' code divides by eps alone there, which gives advantages of 1,000. Their code also
-    multiplies advantages that are not 0 by n / (number of those), which the paper does not mention; we do not.
+    multiplies every nonzero advantage by n / (number of nonzero advantages). The paper does not mention this factor,
+    and it is not used here.
 
     Source: Kim, MC-GRPO, arXiv 2601.22582 (median baseline, pivot); the MAD from its README and code.
     """
@@ -113,7 +114,7 @@ def gdpo(
     eps: float = 1e-4,
     ddof: int = 1,
 ) -> Floats:
-    """GDPO, for several rewards per rollout: normalise each within its group, then their weighted sum over the batch.
+    """GDPO, for several rewards per rollout: normalise each reward in its group, then the weighted sum over the batch.
 
     A_ik = (r_ik - mean_group(r_k)) / (std_group(r_k) + eps);  S_i = sum_k w_k A_ik;
     A_i = (S_i - mean_batch(S)) / (std_batch(S) + eps).

@@ -101,7 +101,7 @@ class TrainingBatch:
     sequences: tuple[TrainingSequence, ...]
     group_ids: tuple[str, ...]
     rewards: tuple[float, ...]
-    """Rewards of all rollouts, without those that have none."""
+    """Rewards of all rollouts that have one."""
     rollouts: int
     """Number of rollouts, trained or not."""
     sampled_tokens: int
@@ -142,8 +142,8 @@ class PlannedRollout:
     skipped: str | None
     """Why the rollout is skipped as a whole; None if each of its traces is decided by itself."""
     skipped_traces: tuple[str | None, ...]
-    """For each of its traces, why this trace by itself is skipped; None if it has no fault. If `skipped` is set, all
-    traces are skipped, also those with None."""
+    """For each trace, the reason to skip this trace alone; None if it has no fault. If `skipped` is set, the traces
+    without a fault are skipped too."""
     sampled_tokens: int
     trained_tokens: int
 
@@ -268,7 +268,7 @@ def _skip_rollout(row: RolloutOutcome, advantage: float, traces: Sequence[object
 def _make_sequences(
     group: TrainingGroup, member: GroupRollout, rollout_index: int, planned: PlannedRollout, config: GrpoConfig
 ) -> Iterator[TrainingSequence]:
-    """Yield a sequence for each trace of a rollout that is trained.
+    """Yield a sequence for each trained trace of a rollout.
 
     With ECHO (`echo_coef`), a skipped trace gives a sequence too, unless it is too long or rejected. Of this sequence
     only the environment's tokens are trained, not the sampled ones.

@@ -54,8 +54,8 @@ class LoraSettings(BaseModel):
     targets: str | tuple[str, ...] = "all-linear"
     """Names of modules, or `all-linear`: every linear layer except the head."""
     adapter_name: str | None = None
-    """vLLM: the name under which it serves the adapter, which is reloaded at each sync. None: the merged weights are
-    reloaded, as without LoRA."""
+    """Name under which vLLM serves the adapter; each sync reloads the adapter. None: each sync reloads the merged
+    weights, as without LoRA."""
 
 
 class GrpoConfig(BaseModel):
@@ -68,8 +68,8 @@ class GrpoConfig(BaseModel):
     """URL of a server: groups are leased from its feed over HTTP, and rollouts run there. None: rollouts run in this
     process."""
     submit_jobs: bool = False
-    """With `feed`: submit the jobs of each round to the server. Otherwise others submit the jobs and choose their
-    tasks and options, and the trainer leases the groups of those jobs."""
+    """With `feed`: submit the jobs of each round to the server. False: other clients submit jobs, with tasks and
+    options of their choice, and the trainer leases the groups of these jobs."""
     task: str = "swe-task"
     """Task family, or a file or folder of tasks, as for `polar run`."""
     first_seed: int = Field(10_000_000, ge=0)
@@ -121,18 +121,18 @@ class GrpoConfig(BaseModel):
     loss_aggregation: LossAggregation = "rollout"
     """rollout: every rollout has equal weight, and within it every token. sequence: every rollout has equal weight, and
     within it every trace. token: every token has equal weight. constant: every token has the same weight, which depends
-    on max_rollout_tokens and not on the number of tokens. No effect on gspo, which has its own."""
+    on max_rollout_tokens and not on the number of tokens. gspo ignores this: its aggregation is fixed."""
     max_rollout_tokens: int | None = Field(None, ge=1)
     """The constant of loss_aggregation = "constant": tokens that one rollout may sample."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of the rollouts that this run starts. The loss uses the temperature that was recorded for each
     token."""
     proximal: Literal["sampler", "start", "recorded", "interpolated"] = "sampler"
-    """Source of the proximal log-probabilities, which the losses decoupled, tis and icepop use. sampler: the trainer,
-    with the weights that sampled the token; older ones are read from the run's checkpoints (one more forward pass for
-    each older version). start: the trainer, with the weights before the step. recorded: the engine. interpolated: a
-    mean of recorded and start, with more of start for staler tokens (A-3PO, arXiv 2512.06547); start alone for tokens
-    that the newest weights sampled."""
+    """Source of the proximal log-probabilities, which the losses decoupled, tis and icepop use. sampler: the trainer
+    computes them with the weights that sampled the token; older weights are read from the run's checkpoints (one more
+    forward pass for each older version). start: the trainer computes them with the weights before the step. recorded:
+    those that the engine reported. interpolated: a mean of recorded and start, with more of start for staler tokens
+    (A-3PO, arXiv 2512.06547); start alone for tokens that the newest weights sampled."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL divergence from the reference model. 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -141,8 +141,8 @@ class GrpoConfig(BaseModel):
     reference: str | None = None
     """Folder of the reference model. None: the initial weights."""
     echo_coef: float = Field(0.0, ge=0)
-    """Coefficient of ECHO, which learns to predict the environment's answers (0.05 in its paper), in all rollouts,
-    also those whose own tokens are not trained. 0: off."""
+    """Coefficient of ECHO (0.05 in its paper), a loss by which the policy learns to predict the environment's answers.
+    It also uses rollouts whose sampled tokens are not trained. 0: off."""
 
     # Optimiser
     ppo_epochs: int = Field(1, ge=1)
@@ -183,8 +183,8 @@ class GrpoConfig(BaseModel):
     weight_transfer_host: str = "127.0.0.1"
     """With nccl: the address at which vLLM's workers reach the trainer."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
-    """Calls in flight while vLLM loads new weights: freeze them and continue them with the new weights (keep), let them
-    finish first (wait), or abort them (abort)."""
+    """Treatment of the calls that are in flight when vLLM loads new weights. keep: freeze them, then continue them with
+    the new weights. wait: let them finish first. abort: abort them."""
     probe_tolerance: float = Field(0.02, gt=0)
     """Largest difference, in nats, that log-probabilities of engine and trainer may have on a fixed prompt after a
     sync."""

@@ -85,7 +85,8 @@ class OpenLeases:
         return offer
 
     async def acknowledge(self, lease: GroupLease) -> bool:
-        """Mark the group as done. Returns False if that fails (an expired lease, for example): it is offered again."""
+        """Mark the group as done. Returns False if that fails, for example because the lease has expired; the group is
+        then offered again."""
         try:
             await self._feed.acknowledge(lease.lease_id)
         except FEED_ERRORS as error:

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 MAX_EMPTY_ROUNDS = 3
-"""Maximum number of further rounds that are started for one step. If it still has no group, the run stops."""
+"""Maximum number of further rounds that are started for one step. A step without a group after them stops the run."""
 
 
 class RolloutSource(Protocol):

@@ -1,4 +1,4 @@
-"""Names and constants of losses that settings and pages need without PyTorch, which a server must not load."""
+"""Names and constants of the losses, for settings and pages. A server needs them, and must not load PyTorch."""
 
 from __future__ import annotations
 

@@ -153,9 +153,10 @@ def adaptive_bounds(
     """Choose clip bounds (low, high) with which positive advantages carry at least the share `target` of the gradient.
 
     P = sum of r A over unclipped A > 0, N = sum of r |A| over unclipped A < 0; the goal is P / (P + N) >= target. The
-    search starts at low[0] and high[0] and ends at the first bounds that reach the goal. The lower bound is raised
-    first, to at most low[1] (fewer negative tokens), then the upper one, to at most high[1] (more positive tokens),
-    both by `step`. If the goal is not reached, the last bounds are returned. Without negative tokens the share is 1.
+    search starts at low[0] and high[0] and ends at the first bounds that reach the goal. Bounds are raised in
+    steps of `step`: first the lower one, to at most low[1] (fewer negative tokens), then the upper one, to at most
+    high[1] (more positive tokens). If the goal is not reached, the last bounds are returned. Without negative tokens
+    the share is 1.
 
     Source: Xi et al., BAPO, arXiv 2510.18927. Target, ranges and order are those of the authors' repository. Their
     code also counts clipped tokens, with the clipped value, so that raising the lower bound can only lower the share;
@@ -266,8 +267,9 @@ def token_weights(
 ) -> Tensor:
     """Return the weight of each trained token in the loss, float64 [n].
 
-    `sequences` and `rollouts`, int64 [n]: the sequence and the rollout of each token, of R rollouts. The total weight
-    of a rollout does not depend on the number of sequences into which it is cut. The weight by `aggregation`:
+    `sequences` and `rollouts`, int64 [n]: the sequence and the rollout of each token. R is the number of rollouts. The
+    total weight of a rollout does not depend on the number of sequences into which it is cut. The weight by
+    `aggregation`:
 
     * token:    w_t = 1 / n. Every token weighs the same (DAPO, arXiv 2503.14476).
     * sequence: w_t = 1 / (R * sequences of its rollout * tokens of its sequence). Every rollout weighs the same, and
@@ -412,7 +414,7 @@ def _reduce(
 
 
 def _smallest_earlier(log_ratios: Tensor, sequences: Tensor) -> Tensor:
-    """Return for each token the smallest log-ratio of the earlier tokens of its sequence [n]; 0 for a first token."""
+    """Return the smallest log-ratio among the earlier tokens of each token's sequence, [n]; 0 for a first token."""
     smallest = torch.zeros_like(log_ratios)
     for sequence in torch.unique(sequences):
         here = torch.nonzero(sequences == sequence).squeeze(1)

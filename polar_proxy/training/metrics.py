@@ -87,9 +87,9 @@ class MetricsSink(Protocol):
     """Receives copies of the metrics lines of one run, to store them outside the run's folder."""
 
     async def store(self, first: int, lines: Sequence[Json]) -> bool:
-        """Store lines, the first of which has the number `first`. If it is 0, replace all lines of the run. Idempotent.
+        """Store the run's lines from number `first` on. If `first` is 0, replace all stored lines. Idempotent.
 
-        Returns False if they could not be stored; all lines of the run are then sent again.
+        Returns False if the lines could not be stored; all lines of the run are then sent again.
         """
         ...
 
@@ -217,7 +217,10 @@ def planned_steps(run: Path) -> int | None:
 
 
 def drop_lines_after(run: Path, step: int) -> int:
-    """Drop the lines of later steps and return the number of those steps. Call it before `MetricsLog` is entered."""
+    """Drop the lines of all steps after `step`, and return the number of dropped steps.
+
+    Call this function before `MetricsLog` is entered.
+    """
     lines = list(read_lines(run))
     kept = [line for line in lines if line["step"] <= step]
     if (run / FILE).exists():

@@ -285,7 +285,7 @@ def _t_central(t: float, freedom: int) -> float:
 def _greedy(gains: Mapping[str, Sequence[float]], budget: int, smallest: int) -> dict[str, int]:
     """Give `smallest` to each name, then the rest one by one, always to the name with the largest next gain.
 
-    The rest is not spent on gains of 0 or less. Raises ValueError if `budget` is too small."""
+    Stop early when no gain is above 0. Raises ValueError if `budget` is too small."""
     sizes = dict.fromkeys(gains, smallest)
     left = budget - smallest * len(sizes)
     if left < 0:

@@ -53,7 +53,7 @@ class StepAccumulator:
     loss: float = 0.0
     losses: list[LossStats] = field(default_factory=list)
     kl: list[tuple[int, KlStats]] = field(default_factory=list)
-    """For each microbatch the number of its tokens, and their KL to the reference; empty without a reference."""
+    """(number of trained tokens, statistics of the KL term) of each microbatch; empty without a reference."""
     observation_sum: float = 0.0
     """Cross-entropy of the observed tokens, summed."""
     observed: int = 0

@@ -10,7 +10,7 @@ After each sync engine and trainer both score a fixed prompt (the probe), and th
   weights.
 
 Each kind of sync with vLLM (from disk, as a LoRA adapter, from GPU to GPU by NCCL) uses vLLM's development mode: the
-server pauses, loads the weights, gets their version, and resumes. NCCL uses vLLM's own code on both sides. Source:
+server pauses, loads the weights, is told their version, and resumes. NCCL uses vLLM's own code on both sides. Source:
 https://docs.vllm.ai/en/latest/training/weight_transfer/ (0.32: `WeightTransferTrainerFactory`, backend `nccl`).
 """
 
@@ -52,7 +52,7 @@ REMEDIES = {
     "version": "This vLLM cannot report the policy version of a token: 0.32 can",
     "transfer": 'Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\'',
 }
-"""Remedies for a server that does not know a route, by a word of the route."""
+"""Remedies for a server that refuses a request, by a word that occurs in the request's route."""
 VLLM_MISSING = (
     "NCCL needs vLLM in the trainer's environment too, and it is not installed. It can be installed beside Polar: "
     "pip install 'polar-proxy[local]' vllm==VERSION, with the server's version; or leave weight_transfer at disk"

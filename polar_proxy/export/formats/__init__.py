@@ -71,8 +71,8 @@ TRAINER_FORMATS: dict[str, Callable[[list[TrainingRow], IdNumbers], list[Json]]]
     "nemo-rl": _nemo_rl,
     "tinker": _tinker,
 }
-"""The names of `polar export --format`. Each makes records from the rows of one rollout, or raises RowError. A format's
-module is imported at its first use."""
+"""Converters by their name in `polar export --format`. Each makes records from the rows of one rollout, or raises
+RowError. A format's module is imported at its first use."""
 
 
 class RecordConverter:

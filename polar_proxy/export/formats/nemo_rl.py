@@ -55,7 +55,8 @@ def load(record: Json, *, temperature: float) -> Json:
     """Return the record with two tensors in each message: `token_ids` int64 and `generation_logprobs` float32, both
     [tokens of the message].
 
-    `temperature`: that of the trainer (`policy.generation.temperature`). Raise RowError if the record has another.
+    `temperature`: that of the trainer (`policy.generation.temperature`). Raise RowError if the record's temperature
+    differs.
     """
     import torch
 

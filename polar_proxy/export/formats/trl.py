@@ -132,8 +132,8 @@ def recorded_ratios(trainer: type[Any]) -> type[Any]:
     """Return a subclass of GRPOTrainer that computes importance ratios with the *recorded* log-probabilities.
 
     TRL itself computes the old log-probabilities with the trainer's weights before the step. That treats all answers as
-    if these weights had sampled them, although recorded answers may come from older weights. (Only in its vLLM mode,
-    TRL corrects the difference, by an additional importance weight.)
+    if these weights had sampled them, although recorded answers may come from older weights. (TRL corrects the
+    difference only in its vLLM mode, with an additional importance weight.)
     """
 
     class RecordedRatios(trainer):  # type: ignore[misc]
@@ -179,7 +179,7 @@ def record(row: TrainingRow, numbers: IdNumbers) -> Json:
 
 
 class RecordedWorker:
-    """A `rollout_worker` of AsyncGRPOTrainer that hands out recorded groups (its `RolloutWorkerProtocol`).
+    """A `rollout_worker` for AsyncGRPOTrainer (TRL's `RolloutWorkerProtocol`) that hands out recorded groups.
 
     Rollouts that only count in the baseline are left out, as are groups whose rewards are all equal; `left_out` has
     their numbers. An error in the thread, also one raised by `groups`, is raised by `check_health`, which the

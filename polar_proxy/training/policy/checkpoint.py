@@ -63,7 +63,8 @@ def save(
     model: Path,
     keep: int,
 ) -> Path:
-    """Write a checkpoint and remove all but the newest `keep`. Copy the small files of the folder `model` into it."""
+    """Write a checkpoint, with copies of the small files of the folder `model`. Then remove all but the newest `keep`
+    checkpoints."""
     import torch
     from safetensors.torch import save_file
 

@@ -313,5 +313,5 @@ def _gather_tensor(value: Any) -> Any:
 
 
 def _is_sharded(value: Any) -> bool:
-    """Return whether a value of an optimiser's state is sharded like its parameter: all but the step count are."""
+    """Return whether a value of an optimiser's state is sharded like its parameter. Only the step count is not."""
     return isinstance(value, Tensor) and value.ndim > 0

@@ -49,8 +49,8 @@ from polar_proxy.training.policy.tree import (
 from polar_proxy.training.step_stats import StepAccumulator, StepStats, step_stats
 
 KeptWeights = Callable[[int, Any], Mapping[str, Tensor]]
-"""Returns the parameters that a model had after a step, by name; those that training does not change may be missing.
-Raises TrainingError if they are not kept."""
+"""Returns the parameters that a model had after a step, by name; parameters that training does not change may be
+missing. Raises TrainingError if the weights of that step are not kept."""
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Any:
@@ -241,7 +241,7 @@ class Learner:
         """Return the policy version of each sampled token [s] as a number: how many steps its weights were trained for.
 
         `step`: the version of the current weights. In a synchronous run, tokens of an unknown version count as sampled
-        by them. Raises TrainingError for any other version that is not of this run (0 to `step`).
+        by the current weights. Raises TrainingError for any other version that is not of this run (0 to `step`).
         """
         numbers = []
         for version in microbatch.versions:
@@ -312,7 +312,7 @@ class Learner:
     # Overridden by training/policy/fsdp.py, where several processes train one policy
 
     _processes = 1
-    """Number of processes. FSDP averages gradients over them, so the loss is multiplied by it to get the sum."""
+    """Number of processes. FSDP averages gradients over processes; the loss times this number gives their sum."""
 
     def _pack(self, sequences: Sequence[Ids]) -> list[Pack]:
         return pack_trees(sequences, self._config.max_tokens_per_microbatch)

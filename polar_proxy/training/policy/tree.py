@@ -179,7 +179,10 @@ ATTENTION_NAME = "polar_tree"
 
 @dataclass(frozen=True, slots=True)
 class TreeSegment:
-    """Nodes [start, stop), each the parent of the next. `visible`, int64: their ancestors, then the nodes."""
+    """Nodes [start, stop), each the parent of the next.
+
+    `visible`, int64: the ancestors of node `start`, then the nodes themselves.
+    """
 
     start: int
     stop: int
