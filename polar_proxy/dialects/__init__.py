@@ -23,7 +23,7 @@ _CLASSES = {
 
 
 def get_dialect(name: str, model: str = "") -> Dialect:
-    """Return the dialect with this name, as recorded with calls. `model` is for Google, whose URL names the model.
+    """Return the dialect with this name. `model`: the model named by the URL, which only Google's dialect needs.
 
     Raises KeyError for an unknown name.
     """
@@ -44,8 +44,8 @@ def recorded_request(call: CallRecord) -> EngineRequest:
 def parse_recorded(call: CallRecord, previous: ParsedRequest | None = None) -> ParsedRequest:
     """Return the parsed request of a recorded call. It contains exactly one engine request.
 
-    `previous`: the parsed request of another call of the same session and dialect. Messages that are also in it are not
-    parsed again. Raises RequestError for a damaged record.
+    `previous`: the parsed request of another call of the same session and dialect. Messages that both calls have are
+    not parsed again. Raises RequestError for a damaged record.
     """
     try:
         dialect = get_dialect(call.dialect, call.model)
