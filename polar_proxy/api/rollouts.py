@@ -146,7 +146,8 @@ async def _lines(store: Store, rows: Sequence[RolloutRow], builder: str, all_gra
 
 
 async def _sessions_of(store: Store, body: m.RewardRequest | m.RemarkRequest) -> list[str]:
-    """Return the ids of the sessions to which a request refers: all of its rollout, or the session that it names.
+    """Return the ids of the sessions to which a request refers: all sessions of the named rollout, or the named
+    session.
 
     Raises ApiError 404 if the rollout or session does not exist, and UsageError if the session belongs to a rollout.
     """

@@ -129,7 +129,7 @@ class JobList(ApiResponseModel):
     """A page of jobs."""
 
     jobs: list[Job]
-    """The jobs, newest first. The next page: `before` = the id of the last job here."""
+    """The jobs, newest first. For the next page, pass the id of the last one as `before`."""
     feed: dict[str, int]
     """Number of groups in each state of the trainer feed."""
 
@@ -242,8 +242,7 @@ class CancelResponse(ApiResponseModel):
     cancelled: str
     """The id that was cancelled."""
     in_flight: list[str]
-    """Rollouts that a worker was running. If it was a worker of this server, they have ended; other servers end theirs
-    soon."""
+    """Rollouts that a worker was processing. Those of this server have ended; other servers end theirs soon."""
 
 
 class CreatedSession(ApiResponseModel):
@@ -458,7 +457,7 @@ class Event(ApiResponseModel):
     """A server-sent event."""
 
     id: str
-    """Position in the stream. To continue after this event, send it as `Last-Event-ID` or `after`."""
+    """Position in the stream. To continue after this event, send this id as `Last-Event-ID` or `after`."""
     event: EventName
     """The kind of event."""
     data: dict[str, Any]

@@ -23,9 +23,9 @@ _CLASSES = {
 
 
 def get_dialect(name: str, model: str = "") -> Dialect:
-    """Return the dialect with this name. `model`: the model named by the URL, which only Google's dialect needs.
+    """Return the dialect with this name, which is the field `dialect` of a recorded call.
 
-    Raises KeyError for an unknown name.
+    `model`: the model that the URL names; only Google's dialect needs it. Raises KeyError for an unknown name.
     """
     module, _, class_name = _CLASSES[name].partition(":")
     make: Callable[..., Dialect] = getattr(importlib.import_module(f"{__name__}.{module}"), class_name)

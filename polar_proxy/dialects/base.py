@@ -244,7 +244,7 @@ class ParsedRequest:
     provider_tools: tuple[str, ...] = ()
     """The tools that the request wants the provider itself to run, such as a web search. They are not in `requests`."""
     own_encoder: Callable[..., Encoder] | None = field(default=None, compare=False, repr=False)
-    """The encoder of an answer by Polar itself, if `encoder` only forwards a provider's bytes."""
+    """The encoder for an answer by Polar itself, if `encoder` only forwards a provider's bytes."""
     missing_history: bool = False
     """The request continues a conversation that only the provider has, so `messages` lacks its beginning."""
     provider_conversation: str | None = None

@@ -43,7 +43,7 @@ _SYSTEM_BUNDLES = (
 
 @dataclass(frozen=True, slots=True)
 class CertificateAuthority:
-    """The files of the CA. All but those with a private key may be read by anyone."""
+    """The files of the CA. Anyone may read the files that hold no private key."""
 
     folder: Path
 

@@ -110,7 +110,7 @@ _ACTIONS = (
     *("screenshot", "cursor_position"),
 )
 _LATER_ACTIONS = ("left_mouse_down", "left_mouse_up", "triple_click", "scroll", "hold_key", "wait")
-"""Actions that only versions of the computer tool from 20250124 on have."""
+"""Actions that the computer tool has only from version 20250124 on."""
 
 
 def _computer(version: str, tool: Json) -> tuple[str, Json]:

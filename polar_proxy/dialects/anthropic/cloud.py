@@ -1,5 +1,4 @@
-"""Anthropic Messages as Google Vertex and Amazon Bedrock serve them. The URL names the model and says whether to
-stream.
+"""Anthropic Messages as Google Vertex and Amazon Bedrock serve them. The URL says which model, and whether to stream.
 
     POST .../publishers/anthropic/models/{model}:rawPredict, :streamRawPredict       (Vertex)
     POST /model/{model}/invoke, /model/{model}/invoke-with-response-stream            (Bedrock)
@@ -93,8 +92,7 @@ def _frames(stream: bytes) -> bytes:
 
 
 def _frame(payload: bytes, headers: dict[str, str]) -> bytes:
-    """Return one frame: lengths, checksum, headers (each of type 7, a string), payload, and a checksum of all before
-    it."""
+    """Return one frame: lengths, their checksum, headers (each of type 7, a string), payload, checksum of all bytes."""
     encoded = b"".join(
         struct.pack(">B", len(name)) + name.encode() + struct.pack(">BH", 7, len(value)) + value.encode()
         for name, value in headers.items()

@@ -7,9 +7,9 @@ The model reads:
   Text parts are joined without a separator. Reasoning is restored from Polar's thought signatures, or from thought
   text if the client kept it; signatures of other providers are ignored.
 * A `functionResponse` as a tool message. Its id says which tool call it answers; without an id, it answers the first
-  call of that name in the model's last turn that has no result yet. If `response` has only the field `output` or
-  `result`, with a string, the text is this string, else the JSON of `response` (so an `error` keeps its key, and the
-  model sees the failure).
+  call of that name in the model's last turn that has no result yet. Its text is the string in `output` or `result` if
+  `response` has no other field, else the JSON of `response` (an `error` keeps its key, so that the model sees the
+  failure).
 * A `functionResponse` inside a `model` content ends the assistant message before it; what follows begins another one.
 * The results of a content first, directly after the tool calls; its other parts (images, text) then, as a user message.
 * A repeated result only once (Gemini CLI repeats results when it resumes). A second result for one id with different

@@ -84,8 +84,8 @@ def parse_tool_choice(
     """Return (tools to offer, OpenAI's tool_choice).
 
     In the modes ANY and VALIDATED, only the tools in `allowedFunctionNames` are offered, if it names any, because
-    engines cannot restrict a choice to some of the offered tools. In all else VALIDATED is treated as AUTO, because an
-    engine enforces tool schemas in every request or in none.
+    engines cannot restrict a choice to some of the offered tools. In all other respects VALIDATED is treated as AUTO,
+    because an engine enforces tool schemas in every request or in none.
     """
     path = "toolConfig.functionCallingConfig"
     mode = (config.mode or "AUTO").upper()

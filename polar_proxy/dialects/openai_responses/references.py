@@ -53,8 +53,8 @@ def referenced_conversation(body: Json) -> str | None:
 
 
 def find_references(body: Json) -> References:
-    """Return the ids of the calls that a body refers to. Raises RequestError for an id that contains no call id, unless
-    it may be an item's id in the body's conversation."""
+    """Return the ids of the calls that a body refers to. Raises RequestError for an id that contains no call id. (An
+    item of a stored conversation may have such an id.)"""
     items = input_items(body.get("input"))
     calls: set[str] = set()
     answers: set[str] = set()
@@ -78,8 +78,8 @@ def find_references(body: Json) -> References:
 def write_out_references(body: Json, calls: _ReferencedCalls, conversation: Sequence[ConversationItem] = ()) -> Json:
     """Return a body with its references replaced by the items that they name.
 
-    `conversation`: the items of the conversation that the body names. Raises RequestError if an item is missing, comes
-    twice, or is the output of an unknown tool call.
+    `conversation`: the items of the conversation that the body names. Raises RequestError if an item is missing or
+    given twice, or if a tool output has no call.
     """
     items = input_items(body.get("input"))
     if (previous := body.get("previous_response_id")) is not None:
