@@ -37,7 +37,7 @@ admin, trainer = routers.admin, routers.trainer
 
 @trainer.get("/groups/{group_id}", tags=["groups"])
 async def get_group(store: ApiStore, group_id: GroupId) -> m.GroupDetail:
-    """Return a group with all its rollouts, including those without traces, whose rewards count in the baseline."""
+    """Return a group with all its rollouts, also those without traces, because their rewards count in the baseline."""
     return await require("group", group_id, find_group(store, group_id))
 
 

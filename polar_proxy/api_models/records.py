@@ -100,8 +100,8 @@ class CallChoice(ApiResponseModel):
     logprobs: list[float | None]
     """The log-probability of each token in nats; null if the engine did not report it."""
     token_texts: list[str] | None = None
-    """The text of each token, if it was requested and can be decoded. For a hosted answer, its text as tiktoken splits
-    it."""
+    """The text of each token, if it was requested and can be decoded. For a hosted answer: its text, split by
+    tiktoken."""
 
 
 class SessionCall(ApiResponseModel):

@@ -214,7 +214,7 @@ class GroupDetail(Group):
     """A group with its rollouts."""
 
     rollouts: list[Rollout]
-    """All rollouts of the group, including those without traces, whose rewards count in the baseline."""
+    """All rollouts of the group, also those without traces, because their rewards count in the baseline."""
 
 
 class Stage(ApiResponseModel):
@@ -440,7 +440,7 @@ class ServiceState(ApiResponseModel):
     worker: str | None = None
     """Name of this server's rollout service."""
     state: Literal["working", "paused"] | None = None
-    """working; or paused: this server starts no rollout, because it or all servers are paused."""
+    """working; or paused: this server starts no rollout, because it alone or all servers are paused."""
     paused_until: float | None = None
     """When the pause of this server alone ends."""
     problem: str | None = None

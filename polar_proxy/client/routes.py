@@ -134,7 +134,8 @@ class ApiMethods:
 
     @api_method
     def reward(self, request: m.RewardRequest) -> ApiCall[m.Reward]:
-        """Add a reward. Earlier rewards are kept; the rollout's reward is the newest one that it got as a whole.
+        """Add a reward. Earlier rewards are kept; the rollout's reward is the newest one given to the rollout as a
+        whole.
 
         Not retried if the response is lost: call `rollout` to see whether the reward was stored.
         """

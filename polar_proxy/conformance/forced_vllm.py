@@ -211,7 +211,8 @@ def save_random_qwen3(
 ) -> Path:
     """Train a byte-level `tokenizer` on `texts` and write it into `folder` with a random Qwen3. Return the folder.
 
-    The weights are sharp enough that tokens have different probabilities. `heads`: query heads, two for each key head.
+    The weights are sharp enough that tokens have different probabilities. `heads`: number of query heads; there are
+    half as many key heads.
     """
     from tokenizers import decoders, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -91,7 +91,7 @@ class ReceivedRequest:
 
     kind: RequestKind
     step: int
-    """Number of the step that it asks for."""
+    """Number of the step that the request asks for."""
     request: ChatRequest
     at: float
     fault: FaultKind | None = None

@@ -61,7 +61,7 @@ class ModelHosts:
         print(json.dumps({"event": "listening", "port": addresses[0][1]}), flush=True)
 
     def paths_of(self, host: str) -> re.Pattern[str] | None:
-        """Return the pattern of the paths of a model host that go to the gateway; None for any other host."""
+        """Return the pattern of those paths of a model host that go to the gateway; None for any other host."""
         return next((paths for names, paths in self.hosts if names.fullmatch(host.lower())), None)
 
     def report(self, event: str, host: str, **more: str) -> None:

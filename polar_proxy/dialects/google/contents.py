@@ -230,7 +230,7 @@ class _ContentReader:
         self.messages.append(Message("tool", content, tool_call_id=call_id, name=response.name or None))
 
     def _answered_call(self, call_id: str, name: str) -> ToolCall | None:
-        """Return the open tool call that a result answers: the one with its id, else the first with its name.
+        """Return the open tool call that a result answers: the one with the result's id, else the first with its name.
 
         The name decides only if the client gave no id to the result or to the call.
         """

@@ -133,7 +133,8 @@ def _is_output(item: Json) -> bool:
 def _given(items: list[Json], stored: set[str]) -> tuple[set[str], set[AnswerPart]]:
     """Return the ids of the items that are present in full, and the parts of recorded calls that these ids name.
 
-    Present in full are the items of the conversation, whose ids are `stored`, and those of `items` except references.
+    An item is present in full if it is in the conversation (`stored` has its id), or if it is one of `items` but not a
+    reference.
     """
     ids = _ids_given_in_full(items) | stored
     return ids, {named.part for identity in ids if (named := ItemId.read(identity)) is not None}
