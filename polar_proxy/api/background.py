@@ -1,7 +1,8 @@
 """Background work of an API server: send callbacks, end pauses whose time is over, count groups for the metrics.
 
 Callbacks are signed. One server at a time tries to send a callback. After a failure it is sent again, unless the
-receiver answered 410 or `api.callback_attempts` attempts were made. All attempts send the body of the first one.
+receiver answered 410 or `api.callback_attempts` attempts were made. All attempts send the same body, that of the first
+attempt.
 """
 
 from __future__ import annotations

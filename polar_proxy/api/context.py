@@ -171,7 +171,7 @@ def _router(roles: frozenset[Role]) -> APIRouter:
 
 
 def _guarded_route(roles: frozenset[Role]) -> type[APIRoute]:
-    """Return a route class that checks the key before it reads the request, and responds to errors by ErrorResponse."""
+    """Return a route class that checks the key before it reads the request, and answers errors with ErrorResponse."""
 
     class GuardedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Limit the files, code and sandboxes of the server's machine that a request may use, by the operator's settings.
+"""Limit which files, code and sandboxes of the server's machine a request may use, as the operator's settings say.
 
 A request is untrusted data. The tasks of a job may come with the request, or from a built-in family. Files and folders
 of the server must lie in a folder of the setting `api.folders`, Python code must be in `allowed_code`, and the

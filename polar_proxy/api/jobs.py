@@ -280,7 +280,10 @@ def _check_callback_url(url: str, private: bool) -> None:
 
 
 async def stream_events(context: ApiContext, job_id: str | None, position: str | None) -> StreamedResponse:
-    """Return the events after `position`, or from the start of the job. Raises ApiError 404 if there is no such job."""
+    """Return the events after `position`; if it is None, those of the job from its start, or of all jobs from now on.
+
+    Raises ApiError 404 if there is no such job.
+    """
     if job_id is not None:
         await _require_job(context, job_id)
     events = await follow_events(context.store, job_id, position)
@@ -288,8 +291,8 @@ async def stream_events(context: ApiContext, job_id: str | None, position: str |
 
 
 async def _encode(context: ApiContext, events: AsyncIterator[list[m.Event]]) -> AsyncIterator[bytes]:
-    """Yield the bytes of the stream until it ends or the server stops; after HEARTBEAT_SECONDS without an event, a
-    comment."""
+    """Yield the bytes of the stream until it ends or the server stops. After HEARTBEAT_SECONDS without an event, yield
+    a comment."""
     yield b": polar\n\n"
     last_sent = time.monotonic()
     async for new in events:

@@ -37,7 +37,7 @@ admin, trainer = routers.admin, routers.trainer
 
 @trainer.get("/groups/{group_id}", tags=["groups"])
 async def get_group(store: ApiStore, group_id: GroupId) -> m.GroupDetail:
-    """Return a group with all its rollouts, including those without traces, whose rewards count in the baseline."""
+    """Return a group with all its rollouts, also those without traces, because their rewards count in the baseline."""
     return await require("group", group_id, find_group(store, group_id))
 
 
@@ -146,7 +146,8 @@ async def _lines(store: Store, rows: Sequence[RolloutRow], builder: str, all_gra
 
 
 async def _sessions_of(store: Store, body: m.RewardRequest | m.RemarkRequest) -> list[str]:
-    """Return the ids of the sessions to which a request refers: all of its rollout, or the session that it names.
+    """Return the ids of the sessions to which a request refers: all sessions of the named rollout, or the named
+    session.
 
     Raises ApiError 404 if the rollout or session does not exist, and UsageError if the session belongs to a rollout.
     """

@@ -64,7 +64,7 @@ class Activity(ApiResponseModel):
     rates: ActivityRates
     """Counts of the last minute."""
     rollouts: dict[str, int]
-    """Number of rollouts by status, without those that have ended."""
+    """Number of unfinished rollouts by status."""
     sessions: list[ActiveSession]
     """The active sessions, at most ten, the newest first."""
     failures: list[Failure]

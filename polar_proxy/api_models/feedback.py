@@ -57,7 +57,7 @@ class RolloutDetail(Rollout):
     """A rollout with its stages, rewards and remarks."""
 
     repeat_of: str | None = None
-    """Id of the rollout that it repeats."""
+    """Id of the rollout that this one repeats."""
     stages: list[Stage]
     """The stages of all attempts, in order."""
     rewards: list[Reward]

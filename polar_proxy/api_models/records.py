@@ -16,8 +16,8 @@ class SessionFields(ApiResponseModel):
     session_id: str
     """The id of the session."""
     label: str | None
-    """The name given to the session, or the key that opened it if the key is made of plain words, such as
-    `my-agent-2`."""
+    """The name given to the session. Without one, the key that opened the session, if that is made of plain words, such
+    as `my-agent-2`."""
     origin: str
     """How the session was created: key (`polar session new`), open (an unknown key on loopback) or rollout."""
     rollout_id: str | None
@@ -33,7 +33,7 @@ class SessionFields(ApiResponseModel):
     failed_calls: int
     """Number of calls that failed: their status is `client_gone` or `upstream_error`."""
     prompt_tokens: int
-    """Sum of prompt tokens over all calls; of hosted calls as the provider counts them."""
+    """Sum of prompt tokens over all calls. For hosted calls, the provider's counts are used."""
     completion_tokens: int
     """Sum of sampled tokens over all calls."""
     price_usd: float | None
@@ -55,7 +55,7 @@ class SessionList(ApiResponseModel):
     """A page of sessions."""
 
     sessions: list[Session]
-    """The sessions, newest first. The next page: `before` = the id of the last session here."""
+    """The sessions, newest first. For the next page, pass the id of the last one as `before`."""
 
 
 class StoryToolCall(ApiResponseModel):
@@ -100,8 +100,8 @@ class CallChoice(ApiResponseModel):
     logprobs: list[float | None]
     """The log-probability of each token in nats; null if the engine did not report it."""
     token_texts: list[str] | None = None
-    """The text of each token, if it was requested and can be decoded. For a hosted answer, its text as tiktoken splits
-    it."""
+    """The text of each token, if it was requested and can be decoded. For a hosted answer: its text, split by
+    tiktoken."""
 
 
 class SessionCall(ApiResponseModel):
@@ -163,11 +163,12 @@ class SessionCall(ApiResponseModel):
     ended_at: float
     """When the answer ended."""
     new_messages: list[StoryMessage] = Field([])
-    """The messages of the request that are neither in the earlier call `parent_call_id` nor its answer."""
+    """The messages of the request that are not part of the call `parent_call_id`: neither of its request nor its
+    answer."""
     answer: StoryMessage | None = None
     """The first answer."""
     answers: list[CallChoice] = Field([])
-    """All answers with their tokens, if they were asked for."""
+    """All answers with their tokens; empty if tokens were not requested."""
 
 
 class SessionTrace(ApiResponseModel):
@@ -205,7 +206,7 @@ class SessionDetail(SessionFields):
     remarks: list[Remark] = Field([])
     """All labels, notes and ratings, oldest first."""
     texts_problem: str | None = None
-    """Why some tokens have no texts, if they were asked for."""
+    """Why some tokens have no texts although texts were requested."""
 
 
 class CallUsage(ApiResponseModel):
@@ -304,7 +305,7 @@ class CallDetail(ApiResponseModel):
     choices: list[CallChoice]
     """The answers with their tokens."""
     texts_problem: str | None = None
-    """Why the tokens have no texts, if they were asked for."""
+    """Why the tokens have no texts although texts were requested."""
 
 
 class RolloutEvent(ApiResponseModel):

@@ -23,7 +23,8 @@ class ApiRequestModel(DocumentedModel):
 
 class JobRequest(JobSpec):
     """Rollouts of one or more tasks. For a field that is omitted or null, the value in [run] of the server's settings
-    is used, or the field's default if [run] has no such field. With `repeat_of`, the original's value is used."""
+    is used, or the field's default if [run] has no such field. With `repeat_of`, the value of the original rollout is
+    used."""
 
     model_config = ConfigDict(defer_build=False)
 
@@ -35,7 +36,8 @@ class JobRequest(JobSpec):
     """Number of the first instance of the family `task`, or position of the first task in the file `task`, from 0.
     Without `instances`, the job has only this one."""
     instances: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    """Number of tasks, from `seed` on. Default: one of a family; all of a file, a folder or `task_specs`."""
+    """Number of tasks, from `seed` on. Default: all tasks of a file, a folder or `task_specs`, but one task of a
+    family."""
 
     @model_validator(mode="before")
     @classmethod

@@ -129,7 +129,7 @@ class JobList(ApiResponseModel):
     """A page of jobs."""
 
     jobs: list[Job]
-    """The jobs, newest first. The next page: `before` = the id of the last job here."""
+    """The jobs, newest first. For the next page, pass the id of the last one as `before`."""
     feed: dict[str, int]
     """Number of groups in each state of the trainer feed."""
 
@@ -214,7 +214,7 @@ class GroupDetail(Group):
     """A group with its rollouts."""
 
     rollouts: list[Rollout]
-    """All rollouts of the group, including those without traces, whose rewards count in the baseline."""
+    """All rollouts of the group, also those without traces, because their rewards count in the baseline."""
 
 
 class Stage(ApiResponseModel):
@@ -242,8 +242,7 @@ class CancelResponse(ApiResponseModel):
     cancelled: str
     """The id that was cancelled."""
     in_flight: list[str]
-    """Rollouts that a worker was running. If it was a worker of this server, they have ended; other servers end theirs
-    soon."""
+    """Rollouts that a worker was processing. Those of this server have ended; other servers end theirs soon."""
 
 
 class CreatedSession(ApiResponseModel):
@@ -441,7 +440,7 @@ class ServiceState(ApiResponseModel):
     worker: str | None = None
     """Name of this server's rollout service."""
     state: Literal["working", "paused"] | None = None
-    """working; or paused: this server starts no rollout, because it or all servers are paused."""
+    """working; or paused: this server starts no rollout, because it alone or all servers are paused."""
     paused_until: float | None = None
     """When the pause of this server alone ends."""
     problem: str | None = None
@@ -458,7 +457,7 @@ class Event(ApiResponseModel):
     """A server-sent event."""
 
     id: str
-    """Position in the stream. To continue after this event, send it as `Last-Event-ID` or `after`."""
+    """Position in the stream. To continue after this event, send this id as `Last-Event-ID` or `after`."""
     event: EventName
     """The kind of event."""
     data: dict[str, Any]

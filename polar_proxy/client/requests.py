@@ -343,7 +343,8 @@ class AsyncTransport(Protocol):
 class api_method(Generic[P, R]):
     """Turn a function that builds an `ApiCall` or an `ApiStream` into a method of both clients.
 
-    The method returns the response or an iterator over the stream; on `AsyncClient`, a coroutine or an async iterator.
+    On `Client` the method returns the response, or an iterator over the stream. On `AsyncClient` it returns a
+    coroutine, or an async iterator.
     """
 
     def __init__(self, build: Callable[Concatenate[Any, P], R]) -> None:

@@ -88,7 +88,8 @@ class ApiMethods:
 
     @api_method
     def events(self, job_id: str | None = None, *, after: str | None = None) -> ApiStream[m.Event]:
-        """Stream the events of one job until it has ended (last event: `end`), or of all jobs without end.
+        """Stream the events of one job until the job has ended (the last event is `end`), or those of all jobs without
+        end.
 
         The client reconnects after a lost connection without missing or repeating an event. `after`: the id of the
         last event seen.
@@ -133,7 +134,8 @@ class ApiMethods:
 
     @api_method
     def reward(self, request: m.RewardRequest) -> ApiCall[m.Reward]:
-        """Add a reward. Earlier rewards are kept; the rollout's reward is the newest one that it got as a whole.
+        """Add a reward. Earlier rewards are kept; the rollout's reward is the newest one given to the rollout as a
+        whole.
 
         Not retried if the response is lost: call `rollout` to see whether the reward was stored.
         """

@@ -1,10 +1,10 @@
 """The answers of a fidelity run: one for each cause that makes a re-rendered prompt differ from the sampled tokens.
 
 The scripted model of the conformance checks decides *what* is done (tool names and arguments are the harness's own).
-This module decides *how* it is written: as a policy at temperature 1 writes, not as a serialiser or tokenizer does.
-The answers have JSON in five styles, characters beyond ASCII, optional booleans and numbers as arguments, empty and
-nested arguments, two tool calls at once, text before a tool call, white space around everything, commands with long
-outputs, and texts sampled as other tokens than the tokenizer would cut them into; some answers are long. A harness or a
+This module decides *how* it is written: as a policy at temperature 1 writes, not as a serialiser or tokenizer does. The
+answers have JSON in five styles, characters beyond ASCII, optional booleans and numbers as arguments, empty and nested
+arguments, two tool calls at once, text before a tool call, white space around everything, commands with long outputs,
+and texts whose sampled tokens are not the ones that the tokenizer would choose. Some answers are long. A harness or a
 chat template changes each of these, so that a re-rendered prompt differs from the sampled tokens.
 """
 
@@ -45,7 +45,7 @@ _UNKNOWN_ARGUMENTS: Json = {
 _OPTION_VALUES: Mapping[Any, Any] = {"boolean": False, "integer": 20000, "number": 20000}
 _TAG = re.compile(r"(</?(?:think|tool_call)>)")
 _MAX_REQUESTS_PER_STEP = 3
-"""A step that is requested more often than this ends the run: some harnesses drop an unusable answer and ask again
+"""If a step is requested more often than this, the run is ended: some harnesses drop an unusable answer and ask again
 forever."""
 
 

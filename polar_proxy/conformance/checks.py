@@ -10,9 +10,9 @@ Two counts run over all scenarios:
   store. Polar's own pipeline is not trusted for this: the answer is observed at the recording proxy's sockets, and the
   call is looked up in the database.
 * *doubled*: an answered call (`types.ANSWERED`) with the same request as an earlier answered call of the session,
-  unless the edge of the later call is `retries`. Requests are the same if they have the same messages and tools, as
-  JSON with sorted keys and without cache marks, or the same stored fingerprint. (A retry that was joined to the first
-  call is not recorded as a separate call.)
+  unless the edge of the later call is `retries`. Two requests are the same if their tools are the same, and so are
+  their messages (as JSON with sorted keys, without cache marks) or their stored fingerprints. (A retry that was joined
+  to the first call is not recorded as a separate call.)
 """
 
 from __future__ import annotations

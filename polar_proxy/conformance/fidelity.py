@@ -45,7 +45,7 @@ SECOND_TASK = "Now run one command that counts the words of notes.txt, and say w
 DRIFT = Scenario("drift", "some turns", ("finish",), second=("finish",))
 """Two turns of the user, for an engine that samples its own answers: only the end of each turn is scripted."""
 SCORED_TOKENS = 200_000
-"""Length in tokens of the longest sequence whose log-probabilities are computed again."""
+"""Maximum length, in tokens, of a sequence whose log-probabilities are computed again."""
 _SHOWN_TOKENS = 12
 """Number of tokens that are shown before, and after, a difference."""
 
@@ -67,8 +67,8 @@ class ExplainedDrift:
     rendered: tuple[str, ...]
     """Texts of the tokens from `position` on, as the engine rendered them."""
     causes: tuple[DriftCause, ...]
-    """Why the prompt differs. If further causes follow `retokenised`, the first tokens that differ have the same text,
-    and the further causes explain why later texts differ."""
+    """Why the prompt differs. If `retokenised` is followed by other causes, the first tokens that differ have the same
+    text; the other causes explain why later texts differ."""
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ async def measure_fidelity(
     patience: float,
     progress: Callable[[str], None],
 ) -> AsyncGenerator[Json, None]:
-    """Measure every harness (and version) with every template in both prompt modes, and yield a document for each."""
+    """Measure every harness (and version) with every template in both prompt modes. Yield a document for each."""
     kind = await choose_kind(sandbox)
     jobs = []
     for adapter, version in adapters:
@@ -283,7 +283,7 @@ async def _run_until(enough: asyncio.Event, playing: Coroutine[Any, Any, Scenari
 async def count_tokens(row: FidelityRow, calls: Sequence[CallRecord], engine: Engine, *, score: bool) -> None:
     """Count calls, traces, drift and tokens of one session, and write the numbers to `row`.
 
-    With `score`, also let the engine score the longest sequence again.
+    With `score`, also let the engine score one sequence again, the one with the most trained tokens.
     """
     by_id = {call.call_id: call for call in calls}
     built = build(calls)

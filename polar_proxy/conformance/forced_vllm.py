@@ -31,16 +31,16 @@ PLUGIN = Path(__file__).resolve().with_name("vllm_plugin")
 """Folder of the plugin. Start the server with it on PYTHONPATH, and with `--logits-processors` LOGITS_PROCESSOR."""
 LOGITS_PROCESSOR = "polar_forced_tokens:ForcedTokens"
 CUT_EVERY = 40
-"""Average number of characters between the places where an answer is cut before it is tokenized, so that it gets other
-tokens than the tokenizer's own."""
+"""Before an answer is tokenized, it is cut at random places, on average once in this number of characters. So its
+tokens are not the ones that the tokenizer would choose."""
 
 
 TEMPLATES = {
     "keeps": None,
     "strips": Path(__file__).with_name("strips_reasoning.jinja"),
 }
-"""Chat templates. keeps: the model's own, which shows the reasoning of every turn; strips: one that shows only the
-reasoning after the last message of a user."""
+"""Chat templates. `keeps`: the model's own, which shows the reasoning of every turn. `strips`: a template that shows
+only the reasoning after the last user message."""
 
 _VOCABULARY = 12_000
 _CONTEXT = 262_144
@@ -211,7 +211,8 @@ def save_random_qwen3(
 ) -> Path:
     """Train a byte-level `tokenizer` on `texts` and write it into `folder` with a random Qwen3. Return the folder.
 
-    The weights are sharp enough that tokens have different probabilities. `heads`: query heads, two for each key head.
+    The weights are sharp enough that tokens have different probabilities. `heads`: number of query heads; there are
+    half as many key heads.
     """
     from tokenizers import decoders, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -59,7 +59,7 @@ async def measure_conformance(
     patience: float,
     progress: Progress,
 ) -> AsyncGenerator[Json, None]:
-    """Measure one harness (and version) after another. After each, yield a document that contains only its row.
+    """Measure one harness (and version) after another. After each, yield a document with the row of this harness.
 
     If a harness cannot be installed, its checks are `not run`.
     """
@@ -140,7 +140,7 @@ async def _play(
     installed: Installation,
     slow: float,
 ) -> list[ScenarioRun]:
-    """Run a scenario. A scenario with faults is repeated until each has occurred, or a run adds no further fault."""
+    """Run a scenario. Repeat a scenario with faults until every fault has occurred, or a run adds none."""
     if not scenario.fills_context:
         profile = replace(profile, context_window=None)
     if not scenario.faults:

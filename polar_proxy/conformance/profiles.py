@@ -49,19 +49,20 @@ class HarnessProfile:
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Checks that do not apply to the harness, with the reason."""
     rebuilds_history: str = ""
-    """Why the second turn does not extend the first turn's messages, so that it is a `root`; empty if it does."""
+    """Why the second turn does not extend the first turn's messages, so its edge is `root`; empty if it extends
+    them."""
     context_error: bool = False
-    """True if the harness summarises after an error that the prompt is too long, and ignores the reported usage."""
+    """True if the harness ignores the reported usage, and summarises only after the error that a prompt is too long."""
     context_window: int | None = None
-    """The context length that the harness is configured with; None: the length that it assumes by itself. Of the
-    checks, only `compaction` configures it."""
+    """The context length that the harness is configured with. If None, it assumes a length by itself. Of the checks,
+    only `compaction` configures it."""
     full_prompt_tokens: int = 2_000_000
     """Prompt length, in tokens, at which the harness considers its context full but does not give up."""
     compaction_steps: int = 4
     """Number of commands after which the harness has summarised."""
     filling_command: str = "true"
-    """The command that is run `compaction_steps` times. If the harness always keeps its newest tokens, the output must
-    be longer than those."""
+    """The command that is run `compaction_steps` times. A harness that always keeps its newest tokens needs a command
+    whose output is longer than these."""
     compacts_after_turn: bool = False
     """True if the harness summarises at the end of a turn, so the summary appears in the next turn."""
 

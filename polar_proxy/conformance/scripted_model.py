@@ -31,8 +31,9 @@ _CONTEXT_FULL = "This model's maximum context length is 1000 tokens. Your messag
 
 
 Step = tuple[str, ...] | Literal["start_subagent", "wait_for_subagent", "finish"]
-"""Action of one answer: run shell commands (each command line first prints a text that proves that it was run), start
-a sub-agent, wait for it (or run a command, if the harness has no tool for that), or report that the work is done."""
+"""Action of one answer: run shell commands (each command line first prints a text that proves that it was run), start a
+sub-agent, wait for the sub-agent (by a command, if the harness has no tool for waiting), or report that the work is
+done."""
 RUN = ("true",)
 """A step that runs one command."""
 
@@ -47,10 +48,11 @@ class Scenario:
     second: tuple[Step, ...] = ()
     """Steps of a second user turn, in a second start of the program with the same home and workspace."""
     faults: tuple[FaultKind, ...] = ()
-    """Faults, each at the first request for one step. Faults that a run did not reach are tried in another run."""
+    """Faults; each occurs at the first request for one step. Faults that a run does not reach are tried in another
+    run."""
     fills_context: bool = False
-    """From the second step on, the reported prompt is so long that the context is full, until a summary is requested.
-    The number of commands is the harness's own (`HarnessProfile.compaction_steps`)."""
+    """True if the context is reported as full from the second step on, until a summary is requested. The number of
+    commands is the harness's own (`HarnessProfile.compaction_steps`)."""
     endless: bool = False
     """True if the answer is so slow that the program is killed in the middle of it."""
     refuses: bool = False
@@ -89,7 +91,7 @@ class ReceivedRequest:
 
     kind: RequestKind
     step: int
-    """Number of the step that it asks for."""
+    """Number of the step that the request asks for."""
     request: ChatRequest
     at: float
     fault: FaultKind | None = None

@@ -23,9 +23,9 @@ _CLASSES = {
 
 
 def get_dialect(name: str, model: str = "") -> Dialect:
-    """Return the dialect with this name, as recorded with calls. `model` is for Google, whose URL names the model.
+    """Return the dialect with this name, which is the field `dialect` of a recorded call.
 
-    Raises KeyError for an unknown name.
+    `model`: the model that the URL names; only Google's dialect needs it. Raises KeyError for an unknown name.
     """
     module, _, class_name = _CLASSES[name].partition(":")
     make: Callable[..., Dialect] = getattr(importlib.import_module(f"{__name__}.{module}"), class_name)
@@ -44,8 +44,8 @@ def recorded_request(call: CallRecord) -> EngineRequest:
 def parse_recorded(call: CallRecord, previous: ParsedRequest | None = None) -> ParsedRequest:
     """Return the parsed request of a recorded call. It contains exactly one engine request.
 
-    `previous`: the parsed request of another call of the same session and dialect. Messages that are also in it are not
-    parsed again. Raises RequestError for a damaged record.
+    `previous`: the parsed request of another call of the same session and dialect. Messages that both calls have are
+    not parsed again. Raises RequestError for a damaged record.
     """
     try:
         dialect = get_dialect(call.dialect, call.model)

@@ -126,7 +126,7 @@ class Answer:
     choices: dict[int, AnswerChoice] = field(default_factory=dict)
     """The choices by their index."""
     usage: Usage | None = None
-    """The provider's token counts. They replace the counts of token ids if the engine reports no token ids."""
+    """The provider's token counts. If the engine reports no token ids, they are used instead of counting ids."""
     ended_at: float | None = None
     """When the answer ended, in seconds since the epoch."""
     response_id: str | None = None
@@ -189,7 +189,8 @@ class Answer:
 class Encoder(ABC):
     """Encodes the answer to one HTTP request.
 
-    A Completions body with several prompts makes several engine requests: `request_index` is the position of one.
+    A Completions body with several prompts makes several engine requests. `request_index` is the position of the
+    request that an event belongs to.
     """
 
     call_id: str
@@ -230,12 +231,12 @@ class ParsedRequest:
     requests: tuple[EngineRequest, ...]
     stream: bool
     messages: tuple[tuple[bytes, ...], ...]
-    """For each of `requests`, its messages, each as the JSON bytes to store."""
+    """The messages of each of `requests`; each message as the JSON bytes to store."""
     tools: bytes | None
     params: Json
     """The other fields of the body, to store."""
     encoder: Callable[..., Encoder] = field(compare=False, repr=False)
-    """Returns a new encoder of the answer, for a call id, a time of creation and the keyword `sampled`."""
+    """Makes a new encoder of the answer. Arguments: the call id, the time of creation and the keyword `sampled`."""
     generate: bool = True
     """False for a warm-up: nothing is sampled, and a later request may continue it by its id."""
     background: bool = False
@@ -243,7 +244,7 @@ class ParsedRequest:
     provider_tools: tuple[str, ...] = ()
     """The tools that the request wants the provider itself to run, such as a web search. They are not in `requests`."""
     own_encoder: Callable[..., Encoder] | None = field(default=None, compare=False, repr=False)
-    """The dialect's own encoder, for Polar's own answer to a request whose `encoder` forwards a provider's bytes."""
+    """The encoder for an answer by Polar itself, if `encoder` only forwards a provider's bytes."""
     missing_history: bool = False
     """The request continues a conversation that only the provider has, so `messages` lacks its beginning."""
     provider_conversation: str | None = None
@@ -264,7 +265,7 @@ class ReferencedCall:
     answer: Message | None
     """The call's answer; None for a warm-up, which samples none."""
     problem: str | None = None
-    """Why the answer is not complete, so that it cannot be referred to."""
+    """Why the answer is incomplete and the call cannot be referred to; None if it can."""
 
 
 class References(NamedTuple):
@@ -273,7 +274,7 @@ class References(NamedTuple):
     calls: frozenset[str] = frozenset()
     """Calls whose messages and answers are needed."""
     answers: frozenset[str] = frozenset()
-    """Other calls, of which the answers are enough."""
+    """Other calls, of which only the answers are needed."""
 
     @property
     def all(self) -> frozenset[str]:
@@ -312,8 +313,8 @@ class Dialect(ABC):
     ) -> Json:
         """Return `body` with each reference replaced by the items that it refers to.
 
-        `calls`: the calls of `references` that this session may use. Raises RequestError if one is missing.
-        `conversation`: the items of `referenced_conversation`.
+        `calls`: the calls of `references` that this session may use. `conversation`: the items of
+        `referenced_conversation`. Raises RequestError if a referenced call or item is missing.
         """
         raise NotImplementedError(f"the dialect {self.name} does not support references to recorded calls")
 
@@ -350,7 +351,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def client_options(self, params: Json) -> ClientOptions:
-        """Return the options of a body that only hosted models know. `params`: its fields as stored."""
+        """Return those options of a request that only hosted models know. `params`: the stored fields of its body."""
 
     @abstractmethod
     def error_body(self, error: RequestError, request_id: str) -> bytes:

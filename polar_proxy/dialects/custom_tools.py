@@ -66,7 +66,8 @@ def is_broken_input(arguments: str) -> bool:
 class CustomInputDecoder:
     """Decodes the text of a custom tool's call while its arguments arrive in pieces.
 
-    More may follow after the text, so only `custom_input` shows whether the complete arguments have the expected form.
+    Other arguments may follow the text. So only `custom_input`, on the complete arguments, shows whether they have the
+    expected form.
     """
 
     def __init__(self) -> None:

@@ -7,9 +7,10 @@ It imports nothing of Polar, and reads its settings from the file named by the o
 
 Promises:
 
-* TLS to any other host passes through untouched: it is not decrypted, and the program verifies the host itself.
-* Where Polar answers, every header and parameter that may hold the program's own key is removed before the request
-  goes on. Where the provider answers (`record`), they are sent to the gateway, which passes them on.
+* TLS to a host that is not a model host passes through untouched: it is not decrypted, and the program verifies the
+  host itself.
+* Where Polar answers, every header and parameter that may hold the program's own key is removed before the request goes
+  on. Where the provider answers (`record`), the gateway gets these headers and parameters, too, and passes them on.
 * Nothing of a request or an answer is printed or kept; answers are streamed.
 
 Events are printed as one JSON object in each line: `listening` (port), `refused` and `other` (requested host that is
@@ -60,7 +61,7 @@ class ModelHosts:
         print(json.dumps({"event": "listening", "port": addresses[0][1]}), flush=True)
 
     def paths_of(self, host: str) -> re.Pattern[str] | None:
-        """Return the pattern of the paths of a model host that go to the gateway; None for any other host."""
+        """Return the pattern of those paths of a model host that go to the gateway; None for any other host."""
         return next((paths for names, paths in self.hosts if names.fullmatch(host.lower())), None)
 
     def report(self, event: str, host: str, **more: str) -> None:
@@ -71,7 +72,7 @@ class ModelHosts:
     # Hooks of mitmproxy
 
     def done(self) -> None:
-        """Report hosts to which the program connected without sending a request: it probably does not trust the CA."""
+        """Report hosts to which the program connected without sending a request. Probably it does not trust the CA."""
         for host in sorted(self.opened - self.asked):
             self.report("untrusted", host, reason="it closed the connection before its first request")
 

@@ -43,7 +43,7 @@ _SYSTEM_BUNDLES = (
 
 @dataclass(frozen=True, slots=True)
 class CertificateAuthority:
-    """The files of the CA. All but those with a private key may be read by anyone."""
+    """The files of the CA. Anyone may read the files that hold no private key."""
 
     folder: Path
 
@@ -160,7 +160,8 @@ def _write_trust_files(authority: CertificateAuthority) -> None:
 
 
 def _readable(pem: bytes) -> list[x509.Certificate]:
-    """Return the certificates in a bundle, without those that the library refuses or warns of (bad serial numbers)."""
+    """Return the certificates in a bundle, except those that the library rejects or warns about (bad serial
+    numbers)."""
     end = b"-----END CERTIFICATE-----"
     found = []
     for part in pem.split(end)[:-1]:

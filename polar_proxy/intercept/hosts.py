@@ -25,13 +25,14 @@ class PathRule:
 
     path: str
     to: str | None = None
-    """The gateway's route that serves these requests, with the groups of `path` as `\\1`; it decides the dialect."""
+    """The gateway's route that serves these requests; `\\1` stands for the first group of `path`. The route decides the
+    dialect."""
     passed_on: bool = True
-    """With `to`, if the provider answers the calls of `polar intercept`: True if these requests go through the gateway,
-    whose passthrough engine passes them on; False if they go directly to the provider."""
+    """Used with `to`, when the provider answers the calls of `polar intercept`. True: these requests go through the
+    gateway, whose passthrough engine passes them on. False: they go directly to the provider."""
     body: Json | None = None
-    """Without `to`: the JSON object to answer with. `{name}` in a string is replaced by the request's header of that
-    name."""
+    """Used without `to`: the JSON object to answer with. `{name}` in a string is replaced by the request's header
+    `name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +242,7 @@ def find_host(name: str) -> ModelHost | None:
 def find_path(name: str, path: str, *, names: Container[str] | None = None) -> InterceptedPath | None:
     """Return the rule for a path (without query) of the host `name`; None if it is not a model host.
 
-    `names`: the names that count as model hosts (`host_names`); None: every name that a pattern matches.
+    `names`: the names that count as model hosts (`host_names`). If None, every name that a pattern matches counts.
     """
     row = find_host(name.lower())
     if row is None or (names is not None and name.lower() not in names):

@@ -1,5 +1,5 @@
-"""The environment of an intercepted program: the proxy and the trusted certificates, in every variable that programs
-read.
+"""The environment of an intercepted program: the proxy and the trusted certificates, under every name that programs
+look for.
 
 `tests/intercept/test_proxy.py` and `test_real_agents.py` start real programs with them.
 """

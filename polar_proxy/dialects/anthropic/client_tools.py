@@ -2,7 +2,8 @@
 
 Anthropic's models know the arguments of these tools, so clients send no schema; other models need the one given here. A
 call comes back as an ordinary `tool_use` block with the tool's name and arguments. The type of a tool ends with the
-date of its version, as in `text_editor_20250728`; a version later than the known ones is offered like the latest known.
+date of its version, as in `text_editor_20250728`; a version that is too new to be known is offered like the latest
+known one.
 
 Sources: the pages of these tools in https://docs.anthropic.com/en/docs/agents-and-tools/tool-use, and the types of
 Anthropic's SDK.
@@ -109,7 +110,7 @@ _ACTIONS = (
     *("screenshot", "cursor_position"),
 )
 _LATER_ACTIONS = ("left_mouse_down", "left_mouse_up", "triple_click", "scroll", "hold_key", "wait")
-"""Actions that only versions of the computer tool from 20250124 on have."""
+"""Actions that the computer tool has only from version 20250124 on."""
 
 
 def _computer(version: str, tool: Json) -> tuple[str, Json]:

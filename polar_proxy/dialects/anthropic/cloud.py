@@ -1,4 +1,4 @@
-"""Anthropic Messages as Google Vertex and Amazon Bedrock serve them. The URL names the model, and whether to stream.
+"""Anthropic Messages as Google Vertex and Amazon Bedrock serve them. The URL says which model, and whether to stream.
 
     POST .../publishers/anthropic/models/{model}:rawPredict, :streamRawPredict       (Vertex)
     POST /model/{model}/invoke, /model/{model}/invoke-with-response-stream            (Bedrock)
@@ -84,7 +84,7 @@ class FrameEncoder(Encoder):
 
 
 def _frames(stream: bytes) -> bytes:
-    """Return the events of a stream of server-sent events as frames. Their JSON has no line breaks."""
+    """Return a stream of server-sent events, whose JSON has no line breaks, as one frame for each event."""
     payloads = (event.partition(b"data: ")[2] for event in stream.split(b"\n\n"))
     headers = {":message-type": "event", ":event-type": "chunk", ":content-type": "application/json"}
     chunks = (orjson.dumps({"bytes": base64.b64encode(payload).decode()}) for payload in payloads if payload)
@@ -92,7 +92,7 @@ def _frames(stream: bytes) -> bytes:
 
 
 def _frame(payload: bytes, headers: dict[str, str]) -> bytes:
-    """Return one frame: lengths, checksum, headers (each of type 7, a string), payload, and a checksum of all of it."""
+    """Return one frame: lengths, their checksum, headers (each of type 7, a string), payload, checksum of all bytes."""
     encoded = b"".join(
         struct.pack(">B", len(name)) + name.encode() + struct.pack(">BH", 7, len(value)) + value.encode()
         for name, value in headers.items()

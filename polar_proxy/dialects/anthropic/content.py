@@ -79,7 +79,7 @@ def _content_blocks(value: Any, path: str) -> list[Json]:
 
 
 def _append_turn(messages: list[Message], turn: list[Message]) -> None:
-    """Append an assistant's turn, merging its first message with a preceding assistant message."""
+    """Append an assistant's turn. If an assistant message precedes it, merge the turn's first message with that one."""
     last = messages[-1] if messages else None
     if last is not None and last.role == "assistant" and turn and turn[0].role == "assistant":
         merged = AssistantDraft()
@@ -155,8 +155,8 @@ class _BlockReader:
         return self._parts(_rendered(_content_blocks(content, path), path))
 
     def _marked_parts(self, blocks: list[tuple[Json, str]]) -> tuple[list[Json], tuple[tuple[int, Json], ...]]:
-        """Return the blocks' parts, and (index of the marked part, `cache_control`) for each mark that asks to cache
-        the prompt."""
+        """Return the parts of the blocks, and the marks that ask to cache the prompt: (index of the marked part,
+        `cache_control`)."""
         if not any("cache_control" in block for block, _ in blocks):
             return self._parts(blocks), ()
         parts: list[Json] = []
@@ -168,7 +168,7 @@ class _BlockReader:
         return parts, tuple(marks)
 
     def _parts(self, blocks: list[tuple[Json, str]]) -> list[Json]:
-        """Return blocks as OpenAI content parts. Consecutive tool references become one list of definitions."""
+        """Return blocks as OpenAI content parts. Consecutive tool references become one part with all definitions."""
         parts: list[Json] = []
         for references, row in groupby(blocks, key=lambda item: item[0]["type"] == "tool_reference"):
             if references:
@@ -243,7 +243,7 @@ def _cache_mark(block: Json) -> Json | None:
 
 
 def _thinking(block: Json) -> str:
-    """Return the thinking text, from the signature if the block came back without it (display `omitted`)."""
+    """Return the thinking text; read it from the signature if the block has no text (display `omitted`)."""
     return optional_string(block, "thinking") or unseal(block.get("signature")) or ""
 
 

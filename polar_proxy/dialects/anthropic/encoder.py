@@ -9,8 +9,8 @@ reason.) The arguments of a tool with `eager_input_streaming` are streamed as th
 One block is open at a time. Text and calls that arrive while the arguments of an eager tool are incomplete wait until
 these arguments are complete, or the answer ends.
 
-Thinking is sent only if the client requested it by `thinking`; otherwise the answer begins with its text or tool call.
-The record holds it in any case, and a continued prompt has it as it was sampled.
+Thinking is sent only if the client requested it by `thinking`; otherwise the client gets only text and tool calls. The
+record always holds the thinking, and a continued prompt contains the thinking as it was sampled.
 
 Arguments that are not a JSON object (`[1]`, or cut short by `max_tokens`) are not changed into one: the tool call is
 sent as text, with its name and arguments as sampled. So the agent runs nothing that the model did not write, and
@@ -75,7 +75,7 @@ class AnthropicEncoder(Encoder):
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
     """The tool calls so far, if there are eager tools."""
     _waiting: list[tuple[str, str]] = field(default_factory=list, init=False)
-    """(type of block, text) that arrived while the arguments of the open tool call were incomplete."""
+    """(type of block, text) that is not sent yet, because the arguments of the open tool call are incomplete."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
         out = b"" if self._started else self._start(event.prompt_ids, event.cached_tokens)
@@ -187,7 +187,7 @@ class AnthropicEncoder(Encoder):
         return _input_delta(self._open_index, delta.arguments) if is_open else b""
 
     def _send_waiting(self) -> bytes:
-        """Return the events for waiting text, thinking and calls of eager tools, up to a call that is still incomplete.
+        """Return the events for waiting text, thinking and calls of eager tools, up to the first incomplete call.
 
         A tool call waits until the one before it has begun and, unless its tool is eager, until the end of the answer.
         """

@@ -5,10 +5,10 @@ deferred tool that `tool_choice` names is offered there, too.) Tools whose argum
 (`bash_20250124`, ...) are in `client_tools`. Tools that Anthropic's own servers run (`web_search`, `code_execution`,
 ...) are listed in `of_provider` and not offered.
 
-A deferred tool (`defer_loading`) is shown at the place in the conversation that loads it: a `tool_reference` in a tool
-result, or a `tool_addition` in a message, becomes the tool's definition, in the form that Claude Code's ToolSearch
-announces to its model. The prompt before that place does not change, so the prompt of the previous call can be
-continued token for token; adding the tool to the list at the top would rewrite the whole prompt.
+A deferred tool (`defer_loading`) is shown at the place in the conversation that loads it. There, a `tool_reference` in
+a tool result, or a `tool_addition` in a message, becomes the tool's definition. Its form is the one that Claude Code's
+ToolSearch announces to its model. The prompt before that place does not change, so the prompt of the previous call can
+be continued token for token; adding the tool to the list at the top would rewrite the whole prompt.
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@ The model reads:
 * Consecutive `model` contents as one assistant message, because SDKs keep each chunk of a streamed answer as a content.
   Text parts are joined without a separator. Reasoning is restored from Polar's thought signatures, or from thought
   text if the client kept it; signatures of other providers are ignored.
-* A `functionResponse` as a tool message. It answers the tool call with its id or, without an id, the first tool call of
-  that name in the model's last turn that has no result yet. Its text is the string in `output` or `result` if that is
-  the only field, else the JSON of `response` (an `error` keeps its key, so that the model sees the failure).
+* A `functionResponse` as a tool message. Its id says which tool call it answers; without an id, it answers the first
+  call of that name in the model's last turn that has no result yet. Its text is the string in `output` or `result` if
+  `response` has no other field, else the JSON of `response` (an `error` keeps its key, so that the model sees the
+  failure).
 * A `functionResponse` inside a `model` content ends the assistant message before it; what follows begins another one.
-* Results directly after the tool calls. Other parts of the same content (images, text) follow as a user message.
-* A repeated result (Gemini CLI repeats them when it resumes) once. A second result for one id with different text is
-  kept, because Polar cannot decide which one is right.
+* The results of a content first, directly after the tool calls; its other parts (images, text) then, as a user message.
+* A repeated result only once (Gemini CLI repeats results when it resumes). A second result for one id with different
+  text is kept, because Polar cannot decide which one is right.
 * Ids of tool calls as the engine gave them, without the prefix `{name}__` that Gemini CLI adds.
 """
 
@@ -229,7 +230,7 @@ class _ContentReader:
         self.messages.append(Message("tool", content, tool_call_id=call_id, name=response.name or None))
 
     def _answered_call(self, call_id: str, name: str) -> ToolCall | None:
-        """Return the open tool call that a result answers: the one with its id, else the first with its name.
+        """Return the open tool call that a result answers: the one with the result's id, else the first with its name.
 
         The name decides only if the client gave no id to the result or to the call.
         """

@@ -47,7 +47,7 @@ _SEPARATE = ("contents", "systemInstruction", "tools")
 class GoogleGenerateContent(Dialect):
     """Google's dialect for one request URL, which gives `model` and `stream`.
 
-    `sse`: a streamed answer is sent as server-sent events, otherwise as a JSON array.
+    `sse`: True if a streamed answer is sent as server-sent events; False: as a JSON array.
     """
 
     name = "google_generate_content"

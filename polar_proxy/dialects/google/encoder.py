@@ -1,17 +1,18 @@
 """Google's response: GenerateContentResponse objects, alone, as server-sent events, or as items of a JSON array.
 
 * Text is streamed as it arrives; a function call is sent whole, when the next call has begun or at the end.
-* Reasoning is sent as a thought part if the client asked for thoughts. In any case, it is also in the signature of the
-  next part that is not a thought. The signature of the first call has all reasoning so far, because Google puts its own
-  signature there. In a stream, the text's signature is on its first piece: Gemini CLI appends later pieces to the first
-  and drops all their other fields. Reasoning after the last part is in the signature of an empty text.
+* Reasoning is sent as a thought part if the client asked for thoughts. In any case, the signature of the next part that
+  is not a thought holds the reasoning, too. The signature of the first tool call holds all reasoning so far, because
+  the first call is where Google's own API puts a signature. In a stream, the text's signature is on its first piece:
+  Gemini CLI appends later pieces to the first and drops all their other fields. Reasoning after the last part goes into
+  the signature of an additional empty text part.
 * `args` must be a JSON object. Arguments that are not one (`[1]`, broken JSON, cut short) reach the agent as the text
   `name(arguments)`, letter for letter, and never as an empty object; the signature restores the tool call when the text
   comes back. Empty arguments of a finished tool call mean `{}`.
 * `thoughtsTokenCount` counts the tokens up to the end of the reasoning, `candidatesTokenCount` the others. If an engine
   does not show where the reasoning ends, all tokens count as the candidate's.
-* The answer to `text/x.enum` is sampled as a JSON string, because engines constrain JSON, and sent in one piece without
-  its quotes.
+* An answer of the type `text/x.enum` is sampled as a JSON string, because engines can constrain JSON. It is sent in one
+  piece, without the quotes.
 * There are no safety ratings, so no `safetyRatings` and no `promptFeedback`.
 """
 
@@ -198,7 +199,8 @@ class GoogleEncoder(Encoder):
 
 
 def _args(arguments: str) -> Any:
-    """Return the arguments as the model wrote them; parsed if they have line breaks, which would end an SSE event."""
+    """Return the arguments as the model wrote them. If they have line breaks, which would end an SSE event, return them
+    parsed."""
     if not arguments.strip():
         return {}
     if "\n" in arguments or "\r" in arguments:
@@ -207,7 +209,8 @@ def _args(arguments: str) -> Any:
 
 
 def _unquoted(text: str) -> str:
-    """Return the string that `text` encodes in JSON; if it encodes none (it may be cut short), return `text`."""
+    """Return the string that `text` encodes in JSON. If `text` is not a JSON string (it may be cut short), return
+    `text`."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -83,7 +83,7 @@ class CodeExecutionResult(GoogleFields):
 
 
 class Part(GoogleFields):
-    """One part of a content; of the data fields at most one is set. Unknown fields are in `model_extra`."""
+    """One part of a content. At most one of the data fields is set. Unknown fields are in `model_extra`."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -83,9 +83,9 @@ def parse_tool_choice(
 ) -> tuple[tuple[Json, ...], str | Json | None]:
     """Return (tools to offer, OpenAI's tool_choice).
 
-    `allowedFunctionNames` (of the modes ANY and VALIDATED) narrows the offered tools, because engines cannot restrict a
-    choice to some of them. Apart from that VALIDATED is treated as AUTO, because an engine enforces tool schemas in
-    every request or in none.
+    In the modes ANY and VALIDATED, only the tools in `allowedFunctionNames` are offered, if it names any, because
+    engines cannot restrict a choice to some of the offered tools. In all other respects VALIDATED is treated as AUTO,
+    because an engine enforces tool schemas in every request or in none.
     """
     path = "toolConfig.functionCallingConfig"
     mode = (config.mode or "AUTO").upper()

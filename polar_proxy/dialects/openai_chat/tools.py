@@ -72,7 +72,8 @@ class ChatTools:
 
 
 def parse_tools(tools: list[Any], functions: list[Any]) -> ChatTools:
-    """Return the tools of the fields `tools` and `functions`, of which a body has at most one. Raises RequestError."""
+    """Return the tools of a body's fields `tools` and `functions`. Raises RequestError if both are used, or if a tool
+    is malformed."""
     if tools and functions:
         raise invalid("functions", "send either 'tools' or 'functions'")
     offered: list[Json] = []

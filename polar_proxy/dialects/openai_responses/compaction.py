@@ -32,7 +32,8 @@ _PREAMBLE = "The conversation up to here was compacted. This is its summary:\n\n
 
 
 class ResponsesCompaction(OpenAIResponses):
-    """Dialect of the compaction route. Calls are recorded as those of `OpenAIResponses`, which parses the record."""
+    """Dialect of the compaction route. Its calls are recorded like those of `OpenAIResponses`, which also parses the
+    records."""
 
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
         for name in ("stream", "background"):

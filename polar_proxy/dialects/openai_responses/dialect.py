@@ -5,9 +5,9 @@ messages). For the response: `items` (answer to items, ids), `encoder` (the resp
 `stored` (the same two, made from the record).
 
 A body may refer to a response (`previous_response_id`) or to items by id. Before the body is parsed, `references`
-replaces these ids by the items, so the new call is recorded with its whole input. Every call is recorded; with
-`store: false` it cannot be retrieved or referred to. `instructions` are stored as a first item of type `instructions`,
-and do not carry over to a continued conversation, as the API defines it.
+replaces these ids by the items, so the new call is recorded with its whole input. Every call is recorded. A call with
+`store: false` cannot be retrieved or referred to. `instructions` are stored as a first item of type `instructions`. A
+later request that continues the conversation does not inherit them, as the API defines it.
 
 `conversation` is a reference, too. Its items come first, and the call adds its own input and its answer to them.
 

@@ -1,14 +1,15 @@
 """The answer to a Responses request: one object, or the stream of events from which a client assembles it.
 
-Promises: events are numbered without gaps. One item is open at a time, so that clients that track only one current item
-can read the stream, as can those that use indexes. An item is closed when the next one begins; the item that is open
-when the engine ends is closed in `end`, after the commit, with `response.completed` or `response.incomplete`.
+Promises: events are numbered without gaps. One item is open at a time, so both kinds of clients can read the stream:
+those that track only one current item, and those that use indexes. An item is closed when the next one begins; the item
+that is open when the engine ends is closed in `end`, after the commit, with `response.completed` or
+`response.incomplete`.
 
-To keep this order, a tool call waits until an earlier one is complete, and text after a tool call is sent when that
-tool call is closed (white space alone: at the end). Calls of built-in tools are sent in one piece when they are
-complete, and so are calls of custom tools whose arguments do not begin with `{"input": "`. The text of other custom
-calls is decoded as it arrives; if the complete arguments turn out not to have the form `{"input": text}`, the `done`
-event and the item hold the argument string instead.
+To keep this order, a tool call waits until the earlier one is complete. Text after a tool call waits until that call is
+complete and no other call waits; white space alone waits until the end. Calls of built-in tools are sent in one piece
+when they are complete, and so are calls of custom tools whose arguments do not begin with `{"input": "`. The text of
+other custom calls is decoded as it arrives; if the complete arguments turn out not to have the form `{"input": text}`,
+the `done` event and the item hold the argument string instead.
 
 The log-probabilities in a delta are those of the engine's event that brought the text; those in `done` belong to the
 whole text.
@@ -66,7 +67,7 @@ class _StreamedToolCall:
     """A tool call as far as it has arrived. `added`: the client got the event that opens its item."""
 
     number: int
-    """Its position among the tool calls of the answer."""
+    """Position among the tool calls of the answer, from 0."""
     id: str = ""
     name: str = ""
     arguments: str = ""
@@ -98,7 +99,7 @@ class ResponsesEncoder(Encoder):
     _waiting_texts: list[tuple[str, str]] = field(default_factory=list, init=False)
     """(`message` or `reasoning`, text) that arrived while a tool call was open."""
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
-    """The reasoning and the tokens so far, in which the log-probabilities of a message are found."""
+    """The reasoning and the tokens so far. The log-probabilities of a message are looked up here when it is closed."""
 
     # The stream.
 
@@ -397,7 +398,8 @@ def _streamed_event(kind: str, suffix: str) -> str:
 
 
 def _message_logprobs(choice: AnswerChoice, text: str) -> list[Json]:
-    """Return the log-probabilities of the tokens that spell a message, or of all tokens if those cannot be found."""
+    """Return the log-probabilities of the tokens that spell a message. If the message is not found in the tokens,
+    return those of all tokens."""
     joined, reasoning = "".join(choice.tokens), "".join(choice.reasoning)
     start = joined.find(text, max(0, joined.find(reasoning)) + len(reasoning) if reasoning else 0)
     if start < 0 or not text:

@@ -2,8 +2,8 @@
 
 An answer comes back as several items (reasoning, message, one for each tool call); they become one assistant message
 again, as it was recorded. Items with ids from Polar belong together if their ids name the same answer. Other items
-belong together unless a message of another role or a tool output lies between them, or the later one is text or
-reasoning directly after text: it then begins another answer.
+belong together unless a message of another role or a tool output lies between them. Text or reasoning directly after
+text begins another answer.
 
 Every item that holds something for the model to read is kept. These are ignored: web search calls (no engine here made
 them), lists of MCP tools, reasoning that another provider encrypted, items of unknown type without content, and
@@ -47,7 +47,7 @@ _BUILT_IN_CALLS = {tool.item: name for name, tool in BUILT_IN_TOOLS.items()}
 
 
 def collect_tools(tools: Toolbox, items: list[Json]) -> None:
-    """Add the tools that the input's items contain, such as those of `additional_tools`, to the toolbox `tools`."""
+    """Add the tools in items of type `additional_tools` and `tool_search_output` to the toolbox `tools`."""
     for position, item in enumerate(items):
         if item.get("type") in ("additional_tools", "tool_search_output"):
             path = f"input[{position}].tools"

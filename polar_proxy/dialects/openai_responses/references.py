@@ -53,7 +53,8 @@ def referenced_conversation(body: Json) -> str | None:
 
 
 def find_references(body: Json) -> References:
-    """Return the ids of the calls that a body refers to. Raises RequestError for an id that contains no call id."""
+    """Return the ids of the calls that a body refers to. Raises RequestError for an id that contains no call id. (An
+    item of a stored conversation may have such an id.)"""
     items = input_items(body.get("input"))
     calls: set[str] = set()
     answers: set[str] = set()
@@ -77,7 +78,8 @@ def find_references(body: Json) -> References:
 def write_out_references(body: Json, calls: _ReferencedCalls, conversation: Sequence[ConversationItem] = ()) -> Json:
     """Return a body with its references replaced by the items that they name.
 
-    `conversation`: the items of the conversation that the body names. Raises RequestError if `calls` lacks an item.
+    `conversation`: the items of the conversation that the body names. Raises RequestError if an item is missing or
+    given twice, or if a tool output has no call.
     """
     items = input_items(body.get("input"))
     if (previous := body.get("previous_response_id")) is not None:
@@ -131,7 +133,8 @@ def _is_output(item: Json) -> bool:
 def _given(items: list[Json], stored: set[str]) -> tuple[set[str], set[AnswerPart]]:
     """Return the ids of the items that are present in full, and the parts of recorded calls that these ids name.
 
-    Present in full are the items of the conversation, whose ids are `stored`, and those of `items` except references.
+    An item is present in full if it is in the conversation (`stored` has its id), or if it is one of `items` but not a
+    reference.
     """
     ids = _ids_given_in_full(items) | stored
     return ids, {named.part for identity in ids if (named := ItemId.read(identity)) is not None}

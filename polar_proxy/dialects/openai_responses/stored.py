@@ -31,7 +31,7 @@ def response_object(call: CallRecord) -> bytes:
 
 
 def response_events(call: CallRecord, starting_after: int | None) -> bytes:
-    """Return the event stream of an answered call, without the events up to number `starting_after`.
+    """Return the event stream of an answered call: only the events after number `starting_after`; None: all.
 
     Raises RequestError for a damaged record.
     """

@@ -169,12 +169,13 @@ class Toolbox:
     def offered_name(self, namespace: str | None, name: str) -> str:
         """Return the name under which the engine is offered the client's tool `name`.
 
-        If the body no longer has this tool: `namespace__name`, or `name` without a namespace.
+        If the body no longer has this tool, return `namespace__name`, or `name` if there is no namespace.
         """
         return self._names.get((namespace, name)) or _qualified(namespace, name)
 
     def functions(self, names: Iterable[str] | None = None) -> tuple[Json, ...]:
-        """Return the function definitions for the engine; with `names`, only those with these offered names."""
+        """Return the function definitions for the engine. `names`: the offered names of the functions to return; None:
+        all."""
         chosen = self.tools if names is None else [name for name in self.tools if name in set(names)]
         return tuple({"type": "function", "function": self.tools[name].function} for name in chosen)
 
