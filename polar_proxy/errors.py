@@ -103,7 +103,7 @@ class TrainingError(PolarError):
 
 
 def first_problem(error: ValidationError, parent: str = "") -> str:
-    """Return the first problem that pydantic found as `field.name: problem`. `parent`: goes before the field's name."""
+    """Return the first problem in pydantic's error, in the form `field.name: problem`. `parent`: prefix of the name."""
     first = error.errors(include_url=False)[0]
     path = ".".join(filter(None, (parent, *map(str, first["loc"]))))
     return f"{path}: {first['msg'].lower()}"

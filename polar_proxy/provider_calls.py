@@ -23,7 +23,7 @@ class ProviderRequest:
     """Converts output items of a response (OpenAI Responses) to messages, as if a later request contained them as
     input."""
     exchange: Callable[[str, ProviderRequest], AsyncIterator[ProviderPiece]] | None = None
-    """Sends the request over a WebSocket to the provider's URL, and yields the pieces of the answer, each one event."""
+    """Sends the request over a WebSocket to the provider's URL. Yields the answer's pieces, one event in each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,8 +198,8 @@ def all_reported(logprobs: Logprobs) -> bool:
 def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
     """Return how a trace differs from its calls; None if it matches them.
 
-    A trace matches its calls if its tokens and log-probabilities are theirs, position by position, and each sampled
-    span is a whole answer. A rescored trace may have other log-probabilities.
+    A trace matches its calls if it has their tokens and log-probabilities, position by position, and each sampled span
+    is a whole answer. A rescored trace may have other log-probabilities.
     """
     if (problem := find_layout_problem(trace)) is not None:
         return problem
@@ -276,7 +276,7 @@ def share_buffer(one: TokenIds, other: TokenIds) -> bool:
 def shared_length(ids: TokenIds, known: TokenIds | None) -> int:
     """Return the length of `known` if `ids` begins with it and both begin at the same address; otherwise 0.
 
-    So 0 does not mean that they differ: it means that they must be compared.
+    After 0, the caller must compare the tokens of both, because they may be equal at different addresses.
     """
     return len(known) if known is not None and len(known) <= len(ids) and share_buffer(ids, known) else 0
 

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _BATCH = 256
 _PAUSE_SECONDS = 1.0
-"""Time that a span waits for further spans, to be sent in one batch with them."""
+"""Seconds that a span waits for further spans, so that all are sent in one batch."""
 _END_SECONDS = 10.0
 _NEWEST_MESSAGES, _LONGEST_TEXT = 50, 4000
 """Maximum number of messages sent for a call, and of characters sent of each text."""

@@ -1,4 +1,4 @@
-"""Temporary folders whose names contain a process id, by which a later process finds those of a killed one."""
+"""Temporary folders. The name of each has a process id, so that another process finds the folders of a killed one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The interface of an evaluator: its input and its result.
 
-* An evaluator works in a workspace that no agent has touched. Only the agent's patch gets into it from the run.
+* An evaluator works in a workspace that no agent has touched. Nothing of the run gets into this workspace, except
+  the agent's patch.
 * Hidden tests, scripts and reward files are written after the patch, and the parts of a patch that could take their
   place or be imported instead of them are left out (`patches`).
 * A reward of ``None`` means that the task could not be judged. Bad work has the reward 0 instead, and None is never
@@ -118,9 +119,9 @@ class EvaluationInput:
     calls: Sequence[CallRecord] = ()
     """The recorded calls of the run; filled only for tasks with a `python` evaluator."""
     leave_out: tuple[str, ...] = ()
-    """Patterns of `git apply --exclude`: parts of the patch that reach no evaluated workspace. `evaluate` fills it."""
+    """Patterns for `git apply --exclude`: these parts of the patch reach no evaluated workspace. Set by `evaluate`."""
     changed_paths: tuple[str, ...] = ()
-    """The paths that the patch changes, without those in `leave_out`. `evaluate` fills it."""
+    """The paths that the patch changes, except paths that match `leave_out`. Set by `evaluate`."""
     code: AllowedCode = NO_CODE
     """The functions that the task may refer to."""
 
@@ -155,7 +156,7 @@ class Evaluator(ABC):
 
     @property
     def code_names(self) -> Iterable[str]:
-        """The functions, as ``module:function``, that this evaluator calls. `check_task` refuses those not allowed."""
+        """The functions, as ``module:function``, that this evaluator calls. They must be allowed (`check_task`)."""
         return ()
 
     @property

@@ -26,8 +26,8 @@ _LEAVES_WORKSPACE = re.compile(r"invalid path|beyond a symbolic link")
 async def evaluate(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
     """Judge the work by all evaluators of its task, each in its own sandbox.
 
-    `detail["signs"]` lists the signs of reward hacking that were found (`signs.py`), and `detail["left_out"]` the paths
-    of the patch that did not reach the evaluators. Either is left out if it is empty."""
+    `detail["signs"]` lists the signs of reward hacking that were found (`signs.py`). `detail["left_out"]` lists up to
+    100 paths of the patch that did not reach the evaluators. A key is missing if its list would be empty."""
     evaluators = work.task.evaluators
     try:
         paths = await changed_paths(work.patch)

@@ -1,9 +1,9 @@
 """The `harbor` evaluator: the task's own ``tests/test.sh`` and the reward file that it writes.
 
 https://www.harborframework.com/docs/tasks: tests appear as /tests, and the script writes
-``/logs/verifier/reward.json`` (a number, or an object of numbers) or ``reward.txt`` (a number). Two differences: the
-script runs in a fresh sandbox to which the agent's changes below the workspace were applied, not in the agent's own
-container; and if there are both files, there is no reward.
+``/logs/verifier/reward.json`` (a number, or an object of numbers) or ``reward.txt`` (a number). Polar differs in
+two points: the script runs in a fresh sandbox to which the agent's changes below the workspace were applied, not in the
+agent's own container; and if there are both files, there is no reward.
 
 The script runs the agent's code as the same user. Therefore the agent's code can still write the reward file, after the
 script has written it or in place of the script.

@@ -136,8 +136,9 @@ class HiddenTestsEvaluator(Evaluator):
 
 @dataclass(frozen=True)
 class SwebenchEvaluator(Evaluator):
-    """Puts the tests of a benchmark of the SWE-bench family in place, runs them and grades the log: 1 if resolved, else
-    0."""
+    """Puts the tests of a benchmark of the SWE-bench family in place, runs them and grades the log.
+
+    The reward is 1 if the task is resolved, else 0."""
 
     kind: Literal["swebench"] = "swebench"
     weight: float = 1.0
@@ -215,7 +216,7 @@ class SwebenchEvaluator(Evaluator):
         return await apply_patch(self.test_patch.encode(), workspace)
 
     async def _score_without_tests(self, task: EvaluatedTask, sandboxes: SandboxFactory, error: str) -> Score:
-        """Return the score of an agent's patch after which the test patch does not apply. `error`: git's message.
+        """Return the score of an agent's patch that keeps the test patch from applying. `error`: git's message.
 
         The reward is 0 if the test patch applies to the task's own files. Otherwise the task is at fault, and the
         reward is None.

@@ -32,7 +32,7 @@ _PYTHON = re.compile(r"(?:.*/)?python(?:3(?:\.\d+)?)?")
 _QUIET_FLAGS = {"-v", "--verbose", "-q", "--quiet", "-b", "--buffer"}
 _PYTEST_FLAGS = re.compile(r"-[vqsl]+|-r\w+|-[pW]\S+|--(?:verbose|quiet|showlocals|no-header)|--[\w-]+=\S+")
 _PYTEST_OPTIONS = {"-p", "-W", "-o", "-c", "-k", "-m"}
-"""Options of pytest that take the next word."""
+"""Options of pytest whose value is the next word of the command."""
 _BOOTSTRAP = """\
 import sys, types
 def load(name, source):

@@ -143,8 +143,8 @@ def _unittest_word(word: str) -> Verdict:
 
 
 def parse_sympy(log: str) -> dict[str, Verdict]:
-    """Parse SymPy's ``bin/test -C --verbose``. The ids are function names. Failed tests are also listed as
-    ``file.py:function``, as the headings of their tracebacks name them."""
+    """Parse SymPy's ``bin/test -C --verbose``. The ids are function names. A failed test has a second id
+    ``file.py:function``, from the heading of its traceback."""
     words: dict[str, Verdict] = {"ok": "passed", "F": "failed", "E": "error", "f": "xfailed", "s": "skipped"}
     verdicts: dict[str, Verdict] = {}
     for line in _lines(log):
@@ -182,7 +182,7 @@ def parse_tap(log: str) -> dict[str, Verdict]:
 
 
 def parse_r2e(log: str) -> dict[str, Verdict]:
-    """Parse logs of R2E-Gym: only pytest's short summary; ids without the file, joined by dots (``TestX.test_y``)."""
+    """Parse pytest's short summary in a log of R2E-Gym. Ids have no file; dots join their parts (``TestX.test_y``)."""
     summary = log.rpartition("short test summary info")[2]
     verdicts: dict[str, Verdict] = {}
     for line in _lines(summary):

@@ -2,7 +2,7 @@
 
 A sign says that a patch may aim at the reward instead of the task. An honest patch can show one (a project's own
 conftest.py), and a dishonest one may show none, so a sign alone changes no reward unless the user says so. The signs
-that Polar's test runner finds (`isolated`) are not guesses: after one, the runner counts every test as failed.
+that Polar's test runner finds (`isolated`) are not guesses: if the runner finds one, it counts every test as failed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ ENGINE_CACHE_FULL = "the engine's cache is full"
 ENGINE_QUEUE_LONG = "the engine's queue is long"
 
 RESERVATION_SECONDS = 60.0
-"""Duration of a memory reservation. Later, the sandbox's use is already missing from the machine's free memory."""
+"""Duration of a memory reservation. After this time the machine's free memory shows what the sandbox uses."""
 _RECHECK_SECONDS = 0.2
 _MONITOR_SECONDS = 2.0
 _UNLIMITED = 1 << 60
@@ -132,9 +132,9 @@ class StageLimiter:
         may_join: AdmissionCheck | None = None,
         idle: Callable[[], bool] | None = None,
     ) -> None:
-        """A rollout enters if `may_enter` allows it and, unless the stage is idle, `may_join` too.
+        """A rollout enters if `may_enter` allows it and, unless the stage is idle, `may_join` allows it too.
 
-        `idle` returns whether the stage is idle. By default it is idle if no rollout is in it.
+        `idle` returns whether the stage is idle. Default: a stage is idle if no rollout is in it.
         """
         if limit < 1:
             raise ValueError(f"A stage must admit at least one rollout, not {limit}.")

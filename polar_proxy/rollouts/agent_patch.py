@@ -6,8 +6,8 @@ writes what differs into that repository and lets the clean git of this machine 
 configuration or repository that the agent could change takes part. Files are compared byte by byte, without conversion
 of line ends.
 
-The agent's work is every file that was in the base, and every new one except those that git would ignore. With
-`Environment.snapshot`, ignored files count too. Files in nested repositories count, their `.git` folders do not.
+The patch covers every file of the base, and every new file that git would not ignore. With `Environment.snapshot`,
+ignored files count too. Files in nested repositories count, but not the `.git` folders of these repositories.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def save_base(sandbox: Sandbox, *, snapshot: bool) -> BaseTree:
 
 
 async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | None]:
-    """End the agent's processes, and return (its changes since `base` as a binary diff, None).
+    """End the agent's processes, and return (the agent's changes since `base` as a binary diff, None).
 
     If the changes are too large or cannot be read, return (an empty diff, the reason)."""
     try:
@@ -98,7 +98,8 @@ async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | Non
 def _diff(tree: SandboxTree, base: BaseTree) -> bytes:
     """Return the changes as a binary diff. Blocking.
 
-    Raises `TreeTooLarge`, `GitOutputTooLargeError` for more than `PATCH_BYTES`, and `CleanGitError`."""
+    Raises `TreeTooLarge` if the files are too large, `GitOutputTooLargeError` if the diff is larger than
+    `PATCH_BYTES`, and `CleanGitError` if git fails."""
     before = _base_files(base)
     added = [path for path in tree.entries if path not in before]
     ignored = set() if base.snapshot else _ignored(added, tree, base, before)
@@ -122,7 +123,7 @@ def _base_files(base: BaseTree) -> dict[bytes, BaseFile]:
 
 
 def _ignored(added: list[bytes], tree: SandboxTree, base: BaseTree, before: Mapping[bytes, BaseFile]) -> set[bytes]:
-    """Return those of the new files that the workspace's .gitignore files exclude. Raises `TreeTooLarge`."""
+    """Return the new files that the workspace's .gitignore files exclude. Raises `TreeTooLarge`."""
     if not added:
         return set()
     with temporary_folder() as folder:
@@ -177,7 +178,7 @@ def _make_folders(root: bytes, path: bytes, made: set[bytes]) -> None:
 def _changes(
     tree: SandboxTree, before: Mapping[bytes, BaseFile], ignored: set[bytes]
 ) -> dict[bytes, tuple[int, bytes] | None]:
-    """Return mode and content of every file that was added or changed, and None for those that were deleted.
+    """Return the changes by path: (mode, content) of an added or changed file, None for a deleted file.
 
     Raises `TreeTooLarge`."""
     changes: dict[bytes, tuple[int, bytes] | None] = {}

@@ -68,7 +68,7 @@ _RELEASE_IDLE_SECONDS = 5.0
 """How long to wait for calls in flight on other gateways when the attempt is abandoned. Shorter than `_IDLE_SECONDS`,
 because no traces are built."""
 _PROVIDER_LIMITS = frozenset({402, 429})
-"""Statuses with which a provider refuses because of its own limits (credit, rate), whatever the request is."""
+"""HTTP statuses of a provider that refuses every request, because a limit (credit, rate) is reached."""
 _FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
     "ok": ("done", None),
     "failed": ("failed", "agent"),
@@ -85,8 +85,8 @@ class ProgressReporter(Protocol):
 
 
 RemoteScorer = Callable[[EvaluationInput, SandboxKind, Mapping[str, str]], Awaitable[Score]]
-"""Waits until another machine has capacity, which uses up no time limit, and scores there (`cluster.node.RayScorer`).
-Raises InfrastructureError."""
+"""Waits until another machine has capacity, then scores there (`cluster.node.RayScorer`). Raises InfrastructureError.
+The wait uses up no time limit."""
 
 
 @dataclass(slots=True)
@@ -300,7 +300,7 @@ class AttemptRunner:
         )
 
     async def _play(self, attempt: RunningAttempt, given: AttemptInput, agent: PreparedAgent) -> AgentRun:
-        """Run the agent on the instruction, and in a dialogue on each further text of the user."""
+        """Run the agent on the instruction and, in a dialogue, on each further text of the user."""
         task, spec = given.task, given.spec
         seconds = min(spec.timeout, task.agent_seconds or spec.timeout)
         if task.user is None:
@@ -361,7 +361,7 @@ class AttemptRunner:
     async def _finish(
         self, attempt: RunningAttempt, result: AgentResult, reward: float | None, *, outcome: str = "ok"
     ) -> None:
-        """Close the session, build its traces and record the final status; `outcome` is that of the last stage."""
+        """Close the session, build its traces and record the final status. `outcome`: how the last stage ended."""
         lost = await self._close_session(attempt)
         if attempt.session_id is not None:
             await build_traces(
@@ -392,9 +392,9 @@ class AttemptRunner:
     # Parts of the stages
 
     async def _close_session(self, attempt: RunningAttempt, *, remote_seconds: float = _IDLE_SECONDS) -> str | None:
-        """Revoke the key and wait for calls in flight, for those on other gateways at most `remote_seconds`.
+        """Revoke the key and wait for calls in flight.
 
-        Return a line about lost calls, or None."""
+        The wait for calls on other gateways takes at most `remote_seconds`. Return a line about lost calls, or None."""
         if attempt.session_id is None:
             return None
         await self.store.sessions.close(attempt.session_id)
@@ -434,11 +434,11 @@ class AttemptRunner:
         return None if row is None else row.spent
 
     async def _engine_failure(self, attempt: RunningAttempt) -> str | None:
-        """Return how the engine failed if it, and not the agent, is to blame for the agent's failure; otherwise None.
+        """Return how the engine failed, if the agent failed because of the engine; otherwise None.
 
         The engine is to blame if it is down, or if it failed to answer the session's last call (not counting calls that
-        the agent broke off). The agent must handle earlier failures, from which the engine recovered, and it is to
-        blame for a request that fails each time while the engine answers others.
+        the agent broke off). The agent must handle earlier failures, from which the engine recovered. The agent is also
+        to blame if its request fails each time while the engine answers other requests.
         """
         try:
             down = await self.engine.health()

@@ -111,7 +111,7 @@ class PrebuiltImageCache:
         self.count = PrebuiltImageCounts()
 
     async def spec(self, spec: SandboxSpec, paths: Sequence[Path]) -> SandboxSpec:
-        """Return the specification with an image that contains these paths, instead of mounting them.
+        """Return the specification with an image that contains these paths, so that they need not be mounted.
 
         Raises SandboxError if the image cannot be built."""
         if not paths:

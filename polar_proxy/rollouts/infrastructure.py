@@ -34,7 +34,7 @@ class UnsafeSandboxError(PolarError):
 
 @contextlib.contextmanager
 def infrastructure_errors(cause: str) -> Iterator[None]:
-    """Turn errors of sandboxes, workspaces, installers and the system, and timeouts, into InfrastructureError.
+    """Turn timeouts, and errors of sandboxes, workspaces, installers and the system, into InfrastructureError.
 
     The new error has this `cause`, or `disk` if the disk failed. The error of a sandbox that fails its self-test
     becomes UnsafeSandboxError."""

@@ -4,8 +4,8 @@ No proxy is involved, so the calls of programs that ignore proxies are answered 
 this machine's certificate authority, and belongs to the session of the rollout: keys that the program sends are not
 read. Everything else stays unreachable.
 
-Programs find the authority in the system's file of certificates. Programs with other certificates (Node.js, Python,
-Java) find it by environment variables.
+Programs find the authority in the system's file of certificates. Programs that do not read this file (Node.js, Python,
+Java) find the authority by environment variables.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SandboxInterception:
 
     @contextlib.asynccontextmanager
     async def serve(self, gateway: Gateway, sandbox: Sandbox, key: str) -> AsyncIterator[None]:
-        """Answer the model hosts inside a sandbox until the block ends. `key`: that of the session that records."""
+        """Answer the model hosts inside a sandbox until the block ends. `key`: the key of the recording session."""
         authority = await self._authority()
         tls = await asyncio.to_thread(authority.server_context, self._hosts)
         listener = await sandbox.listen(HTTPS_PORT)

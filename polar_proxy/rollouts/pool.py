@@ -4,8 +4,8 @@ Promises:
 
 * each sandbox is empty, is taken only once, and is checked to be alive when it is taken;
 * at most `size` sandboxes wait in the pool; those that are left at the end are closed;
-* after `expect`, and with the option `refill` also after `take`, the pool holds, open or opening, as many sandboxes of
-  that specification as are taken in the time in which one opens; at least one, at most `size`.
+* `expect` fills the pool for one specification; with the option `refill`, `take` does so too. The pool then holds at
+  least one sandbox of this specification and at most `size`, open or opening: as many as are taken while one opens.
 
 After `kill -9` of the process, the waiting sandboxes are removed like all sandboxes of dead processes
 (`sandboxes.orphans.sweep`).
@@ -127,8 +127,8 @@ class SandboxPool:
     def _target(self, key: Hashable, requested_at: float) -> int:
         """Return how many sandboxes of this specification should wait: as many as are taken while one opens.
 
-        Source: Little's law. Counted are those taken since one opening time before `requested_at`, the time of the
-        request. The present time would be too late, because the request may have waited for its sandbox."""
+        Source: Little's law. The count begins one opening time before `requested_at`, the time of the request. One
+        opening time before now would be too late, because the request may have waited for its sandbox."""
         demand = self._demand(key)
         since = requested_at - demand.opening
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))

@@ -1,4 +1,4 @@
-"""Repetitions: the task of a recorded rollout is run again, with the same agent in the same version and its options.
+"""Repetitions: the task of a recorded rollout is run again, with the same agent, agent version and options.
 
 A repetition samples again. Engine and kind of sandbox come from the settings, because they belong to the machine. The
 job of a repetition names the original (`JobSpec.repeat_of`), so that pages can link to the comparison of both.
@@ -19,7 +19,7 @@ from polar_proxy.types import Json
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """A rollout to repeat, and its task as stored, which `check_task` must check."""
+    """A rollout to repeat, and its stored task. Pass this task to `check_task` before it is used."""
 
     row: RolloutRow
     task: Task

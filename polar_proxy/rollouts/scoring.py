@@ -7,7 +7,8 @@ would not count in the baseline. If the control has no verdict either, the agent
 reward, or the error is raised.
 
 After an error, the evaluation with the patch must fail a second time before the patch is at fault. The function of a
-`python` evaluator may return no reward on purpose: if only such functions give none, the rollout gets no reward.
+`python` evaluator may return no reward on purpose. If only evaluators of this kind gave no reward, there is no
+control, and the rollout gets no reward.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ async def _evaluate(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
 
 
 async def _without_verdict(work: EvaluationInput, sandboxes: SandboxFactory) -> set[int]:
-    """Evaluate the work; return the positions of the evaluators that gave no verdict (after an error: of all)."""
+    """Evaluate the work; return the positions of the evaluators without a verdict: after an error, all positions."""
     try:
         return _silent(work, await _evaluate(work, sandboxes))
     except (InfrastructureError, EvaluatorError) as error:

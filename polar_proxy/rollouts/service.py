@@ -72,8 +72,8 @@ class RolloutService:
         on_rollout_end: Callable[[str], None] = lambda rollout_id: None,
         home: Path | None = None,
     ) -> None:
-        """`harnesses` is the folder of installed agents, `home` that of the certificate authority for agents whose
-        calls are intercepted. `code` lists the Python objects that tasks and rollouts may refer to by name. With
+        """`harnesses` is the folder of installed agents. `home` is the folder of the certificate authority for agents
+        whose calls are intercepted. `code` lists the Python objects that tasks and rollouts may refer to by name. With
         `job_id` the service works only on that job. `remote_scorer` scores on another machine when scoring here would
         have to wait. `on_rollout_end` is called with a rollout's id after each attempt; by then the rollout has its
         final status, unless another attempt follows."""
@@ -147,7 +147,7 @@ class RolloutService:
         """Test the kind of sandbox that rollouts get if they do not name another. Call this before `async with`.
 
         If programs can break out of this kind, this service claims no rollouts. If no sandbox of this kind can be
-        opened now, the test waits until the kind is first used, as the tests of all other kinds do."""
+        opened now, the kind is tested when it is first used, like all other kinds."""
         try:
             kind = (await asyncio.to_thread(choose, wanted)).kind
             await self.self_tests.require(kind)

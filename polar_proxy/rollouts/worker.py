@@ -64,7 +64,7 @@ class Worker:
         """`policy_version` is called before every claim, `on_release` with each rollout whose attempt has ended,
         `on_end` when the end of the attempt is recorded, and `on_settled` with each group that has ended. With `job_id`
         the worker claims only rollouts of that job; with "" it claims nothing until `work_on` names a job. Without
-        `job_id` it claims rollouts of all jobs, except of those that the process that created them runs by itself."""
+        `job_id` it claims rollouts of all jobs, except jobs that only their own process runs (`polar run`)."""
         self.name = f"{socket.gethostname()}:{os.getpid()}:{new_id('w')[-8:]}"
         """The name under which this worker claims rollouts: host, process id and a random part."""
         self._store = store
@@ -82,7 +82,7 @@ class Worker:
         self.paused_until = 0.0
         """Nothing is claimed before this time, in seconds since the epoch; infinity: until `resume`."""
         self.problem: str | None = None
-        """Why this worker stopped claiming by itself."""
+        """Why this worker claims nothing until `resume` (see `refuse`); None if it has no such problem."""
         self._stopping = False
         self._claiming = False
 

@@ -126,7 +126,7 @@ async def write_task_files(task: Task, sandbox: Sandbox, bundle: Path | None) ->
 
 
 async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = None) -> None:
-    """Make the agent's workspace: a repository with one branch, or with `snapshot` the task's files as they are."""
+    """Make the agent's workspace: a repository with one branch. With `snapshot`, the task's files stay as they are."""
     environment = task.environment
     await write_task_files(task, sandbox, bundle)
     if uses_image(environment, sandbox.kind) and environment.hide:

@@ -77,8 +77,8 @@ def load_tasks(
 
     A file, folder or function gives a list of tasks, some of which may be refused. A family or class makes a task from
     any seed; the refusals are then None. The result has up to `instances` tasks, from number `seed` (default 0) on,
-    without refused ones. Without `instances` it has one task or, if `seed` is missing too, all tasks of a list. Raises
-    UsageError if there is no such source, or the source has no such seed.
+    without refused ones. If `instances` is missing, the result has one task. If `seed` is missing too, and the source
+    is a list, the result has all tasks. Raises UsageError if there is no such source, or the source has no such seed.
     """
     source = get_source(name, code)
     if isinstance(source, TaskList):
@@ -305,7 +305,7 @@ def row_task(row: Row, position: int, folder: Path) -> Task:
 
 
 def _object(value: object, where: str) -> Mapping[str, Any]:
-    """Return a JSON object, which is empty if the row leaves it out. Raises `BadTaskError` for other values."""
+    """Return `value`, a JSON object; an empty one if `value` is None. Raises `BadTaskError` for other values."""
     if value is not None and not isinstance(value, Mapping):
         raise BadTaskError(f"{where}: must be a JSON object")
     return value or {}

@@ -53,7 +53,7 @@ class Environment:
     image: str | None = None
     """Docker image that holds the workspace at `workdir`."""
     build: str | None = None
-    """Folder on this machine with a Dockerfile. The image is built from it, and again when its content changes."""
+    """Folder on this machine with the image's Dockerfile. The image is built anew when the folder's content changes."""
     without_image: bool = False
     """The task also runs without `image` and `build`, in any sandbox that has its own file system. The workspace is
     then the `repository`, or consists of `files`."""
@@ -72,7 +72,7 @@ class Environment:
     with a snapshot outside the workspace, also in files that git would ignore. A repository inside the workspace stays
     as it is, and changes in its .git folder do not count."""
     executable: tuple[str, ...] = ()
-    """The names of those of the task's `files` that are executable (mode 755)."""
+    """The names of the executable files (mode 755) among the task's `files`."""
     env: Mapping[str, str] = field(default_factory=dict)
     memory_mb: int | None = None
     cpus: float | None = None

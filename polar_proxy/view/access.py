@@ -1,8 +1,8 @@
 """Access to the pages: a login with an API key sets a cookie, and the visitor then has the role of the key.
 
 The cookie is not the key. It is `NAME.EXPIRY.MAC`: the name of an API key, and a MAC made with the key's stored hash.
-It opens nothing but the pages, because browsers send it to other servers on the same host too (cookies have no port).
-It is valid for seven days or until the key is revoked, on every server of the database.
+The cookie opens nothing but the pages, because browsers send it to other servers on the same host too (cookies have no
+port). It is valid for seven days or until the key is revoked, on every server of the database.
 
 On loopback no login is needed to read, if the gateway takes unknown keys there (`gateway.require_known_keys`) and no
 proxy forwarded the request. Every change needs a login, because an agent in a process sandbox also connects from
@@ -73,7 +73,7 @@ class PageAccess:
     """True if requests from this machine that change nothing need no login."""
 
     async def visitor(self, request: Request) -> Visitor:
-        """Return the request's sender. Raises LoginRequiredError, and ApiError for a bad API key."""
+        """Return the request's sender. Raises LoginRequiredError if a login is needed, ApiError for a bad API key."""
         if "authorization" in request.headers:
             role = await by_api_key(self.store)(request)
             return Visitor(role, request.state.author)

@@ -64,8 +64,8 @@ def show_call(
 ) -> ShownCall:
     """Return what a page shows of a call.
 
-    `following`: the call that continues it, which has the results of its tool calls. `known_messages`: the number of
-    its messages that an earlier call had. `most`: the maximum number of known messages to show (the newest).
+    `following`: the next call of the conversation, which has the results of this call's tool calls. `known_messages`:
+    the number of this call's messages that an earlier call had. `most`: show at most this many of them, the newest.
     `with_raw`: also return the request as it was received.
     """
     request = conversation(call)

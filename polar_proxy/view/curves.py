@@ -13,7 +13,7 @@ HEIGHT = 150
 """Width and height of a panel, in the units of its SVG paths."""
 
 _LARGEST = 1e30
-"""Values from this on are not drawn: no quantity has them, but a client may send them."""
+"""Values of this size or larger are not drawn: no quantity reaches them, but a client may send them."""
 
 Value = Callable[[Json], float | None]
 """Function that returns one value of a line of metrics.jsonl, or None if the line lacks it."""

@@ -20,8 +20,9 @@ class SharedReadings:
         self._tasks: TTLCache[Hashable, asyncio.Task[Any]] = TTLCache(_KEPT, seconds)
 
     async def get(self, key: Hashable, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the key's last result; if there is none or it is too old, that of `read`. Raises the errors of `read`,
-        also to later requests within `seconds`."""
+        """Return the key's last result. If there is none, or it is too old, call `read` and return the new result.
+
+        Raises the errors of `read`; later requests within `seconds` get the same error."""
         task: asyncio.Task[T] | None = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(read())

@@ -32,8 +32,9 @@ def _shown(value: Any) -> Any:
 
 
 def _number(value: Any) -> str:
-    """Return an integer with separated thousands, or another number with four significant digits. Any other value,
-    which a client's JSON may have in its place, is shown as text."""
+    """Return an integer with separated thousands, another number with four significant digits, or `–` for None.
+
+    A client's JSON may have a value that is not a number. Such a value is returned as text."""
     if value is None:
         return "–"
     if isinstance(value, int | np.integer):

@@ -1,7 +1,7 @@
 """Canaries: tests that must fail, and the judgement of a child by them.
 
-Their names and bodies look like those of other tests. A child in which one of them passes, or which does not report
-each of them once, has forged its verdicts.
+The names and bodies of canaries look like those of other tests. If a canary passes in a child, or the child does not
+report each canary exactly once, the verdicts of this child are forged.
 """
 
 from __future__ import annotations

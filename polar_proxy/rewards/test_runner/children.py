@@ -40,7 +40,7 @@ def run_children(job: dict[str, Any], link: Link) -> None:
 
 
 def _collect(child: int, reading: int) -> tuple[bytes, int]:
-    """Return what the child reported, and its exit status. Kill what it left running in its process group.
+    """Return the child's report and exit status. Kill the programs in its process group that still run.
 
     A child that never ends keeps the runner waiting until the time limit of the tests is over.
     """
@@ -115,9 +115,10 @@ def _run_child(job: dict[str, Any], group: dict[str, Any], writing: int) -> None
 
 
 def _prepare_path(tests: list[str]) -> None:
-    """Add the workspace to the import path after the standard library, so that it cannot shadow the library's modules.
+    """Add the workspace and the task's PYTHONPATH to the import path, after the standard library.
 
-    If a test's package has the name of a library module, the workspace comes before the library.
+    So modules of the workspace do not shadow modules of the library. If a test's package has the name of a library
+    module, the workspace comes before the library.
     """
     library = os.path.dirname(os.__file__)
     places = [index for index, path in enumerate(sys.path) if path.startswith(library) and "-packages" not in path]

@@ -57,7 +57,7 @@ class Integrity:
         return False
 
     def _watch_assertions(self) -> None:
-        """Make unittest's assertions note arguments that equal an unrelated, new object: they would equal anything."""
+        """Make unittest's assertions note arguments that equal a new, unrelated object, and thus anything."""
 
         def watched(assertion: Any) -> Any:
             @functools.wraps(assertion)
@@ -130,7 +130,7 @@ def _code(value: Any) -> CodeType | None:
 
 
 def _is_true(condition: Callable[[], bool]) -> bool:
-    """Return whether the condition holds. An error in the agent's comparison means that it does not."""
+    """Return whether the condition holds; False if the agent's comparison raises an error."""
     try:
         return bool(condition())
     except Exception:  # noqa: BLE001 (whatever it raises, it is no equality)

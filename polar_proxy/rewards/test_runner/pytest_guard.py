@@ -107,7 +107,7 @@ class PytestGuard(PatchWatcher):
 class PytestRecorder(PatchWatcher):
     """A pytest plugin that runs canaries before and after the tests, and reports the verdict of each canary and test.
 
-    `report` is called with the id of a test and its verdict: the worst, if it has several.
+    `report` is called with the id of a test and its verdict. If a test has several verdicts, the worst is reported.
     """
 
     ORDER = ("passed", "xfailed", "skipped", "failed", "error")
@@ -183,7 +183,7 @@ class CanaryItem(pytest.Item):
         exec(f"def {self.name}():\n    {self.body}\n{self.name}()\n", {})
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> str:
-        """Return no traceback: the failure of a canary is not printed, and pytest would format it for 50 ms."""
+        """Return no traceback: the failure of a canary is not printed, and formatting it would take pytest 50 ms."""
         return self.name
 
     def reportinfo(self) -> tuple[str, int, str]:

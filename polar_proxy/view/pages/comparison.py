@@ -21,7 +21,7 @@ from polar_proxy.view.context import ViewContext
 MOST = 6
 """Maximum number of rollouts that are shown side by side."""
 _SHOWN_ANYWAY = {"harness", "sandbox"}
-"""Options whose values the page always shows, with the agent's version and the chosen kind of sandbox."""
+"""Options that the page shows in any case: the agent with its version, and the kind of sandbox that was chosen."""
 Chosen = Annotated[list[str], Query(alias="run", description="Ids of rollouts, or the beginnings of ids.")]
 
 
@@ -44,7 +44,7 @@ class Comparison:
     shared_tokens: int | None
     """Number of tokens with which the longest traces of all runs begin; None if a run has no trace."""
     options: Sequence[tuple[str, Sequence[object]]]
-    """Name and values of each option of the rollouts that differs between them."""
+    """(name, one value for each run) of each option in which the rollouts differ."""
 
 
 def add_routes(pages: APIRouter, view: ViewContext) -> None:

@@ -29,7 +29,7 @@ _BESIDE = 4
 """Number of rollouts that are shown side by side until the reader chooses others."""
 _BUILT_KEPT = 1000
 BuiltTraces = MutableMapping[tuple[str, str], Sequence[TraceSummary]]
-"""The traces of a session and a builder, which do not change once their rollout has ended."""
+"""The traces of ended rollouts, which no longer change, by (session id, builder)."""
 Beside = Annotated[list[str], Query(alias="run", description="Ids of the rollouts that are shown side by side.")]
 
 
