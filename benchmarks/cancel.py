@@ -46,7 +46,7 @@ AGENTS = 4
 WAIT_SECONDS = 120.0
 LOOK_SECONDS = 0.01
 DELAY = 4.0
-"""Seconds of the engine before each of eight chunks, so that a call lasts until it is cancelled."""
+"""Seconds that the engine waits before each of its eight chunks, so that a call lasts until it is cancelled."""
 TREE = "sleep 601 & sh -c 'sleep 602 & sleep 603' & sleep 604"
 AGENT = Path(__file__).parent / "_stacks" / "logging_agent.py"
 

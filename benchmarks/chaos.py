@@ -90,7 +90,8 @@ class KillTest:
         arguments: argparse.Namespace,
         report: Callable[[str], None],
     ) -> None:
-        """`rounds`: the numbers of all rounds. Every deployment takes the next one from it when it is ready."""
+        """`rounds`: iterator over the numbers of all rounds. The deployments share it: each takes the next number when
+        it is ready."""
         self.folder, self.names, self.arguments, self.report = folder, targets, arguments, report
         self.db_kind, self.rounds = db, rounds
         self.random = random.Random(f"{arguments.seed} {targets}")
@@ -161,7 +162,7 @@ class KillTest:
         return job.job_id
 
     async def undisturbed_seconds(self) -> float:
-        """Return the duration of a job without kills, over which the kills are spread."""
+        """Run a job without kills and return its duration, over which the kills are then spread."""
         began = time.monotonic()
         job_id = await self.queue()
         left = await self.until_final(job_id, FINAL_SECONDS)
@@ -236,9 +237,9 @@ async def retry(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def deployments(targets: list[str], db: str) -> list[tuple[str, list[str]]]:
-    """Return database and targets of each deployment. They run side by side, because most of a round is waiting.
+    """Return database and targets of each deployment. Deployments run side by side, because most of a round is waiting.
 
-    A full disk, a long absence of the database, and a Ray cluster each have their own.
+    A full disk, a long absence of the database, and a Ray cluster each have a deployment of their own.
     """
     own = ("disk", "away", "node")
     found = [(db, [name for name in targets if name not in own])]

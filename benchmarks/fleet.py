@@ -61,7 +61,8 @@ class Setting:
     admission: bool = True
     """Whether the load of the engines limits admission."""
     keep: bool = False
-    """Whether overflow is kept for the next group of its task instead of cancelled."""
+    """Whether overflow (rollouts that still run when their group is complete) is kept for the next group of the task,
+    not cancelled."""
     agents_per_engine: int = 24
 
 
@@ -90,7 +91,7 @@ class Case:
 def jobs(case: Case) -> list[NewGroup]:
     """Return groups of rollouts, each with a number (its plan) and a task (its shared prefix).
 
-    Each task has two groups, half of the job apart, as in two epochs.
+    Each task has two groups: the second one comes half of the job later, as in a second epoch.
     """
     size = GROUP + case.setting.extra
     config: Json = {"group_policy": "first_n" if case.setting.extra else "wait_for_all"}

@@ -56,7 +56,8 @@ WINDOW_SECONDS = 10.0
 LARGE = 1 << 20
 """Size in bytes from which an answer takes long to check."""
 MEMORY_MB = 400
-"""MB by which the gateway's memory may grow from a fifth of the requests to the end; it may also grow by half."""
+"""MB by which the gateway's memory may grow after a fifth of the requests; or half of its size then, if that is
+more."""
 ENGINE_CODES = ("engine_error", "not_recorded", "unavailable")
 """Codes of documented refusals with status 5xx."""
 LOGGED_FAULTS = ("failed inside Polar", "Traceback")

@@ -91,7 +91,7 @@ def long_session(turns: int, tokens: int, *, drift_every: int = 0, session_id: s
 
 
 async def _from_store(calls: Sequence[CallRecord]) -> tuple[list[CallRecord], float]:
-    """Return the calls as the store reads them without text, and the milliseconds of that (the faster of two)."""
+    """Return the calls, read from a store without text, and the milliseconds of the faster of two readings."""
     with tempfile.TemporaryDirectory() as folder:
         async with open_store(str(Path(folder) / "polar.db")) as store:
             row = await store.sessions.create(key_hash=None, label=None, origin="open")

@@ -37,7 +37,7 @@ from benchmarks._stacks import million  # noqa: E402
 from polar_proxy.view.templates import ASSETS  # noqa: E402
 
 PART_SECONDS, QUIET_SECONDS, REST = 2.0, 0.3, 10
-"""As PART_MS, QUIET_MS and REST in assets/page.js."""
+"""Like PART_MS, QUIET_MS and REST in assets/page.js, with the times in seconds."""
 
 
 def asset_bytes() -> dict[str, Any]:
@@ -94,7 +94,7 @@ async def stay_open(client: httpx.AsyncClient, latencies: list[float]) -> None:
 
 
 async def change(database: Path, per_second: float) -> None:
-    """Count a call of the newest session `per_second` times a second."""
+    """Add 1 to the number of calls of the newest session, `per_second` times a second."""
     counted = "UPDATE sessions SET calls = calls + 1 WHERE session_id = (SELECT max(session_id) FROM sessions)"
     with closing(sqlite3.connect(database, isolation_level=None)) as connection:
         while True:

@@ -223,7 +223,8 @@ def cell_of(row: dict[str, Any]) -> TrafficCase:
 
 
 def added(rows: list[dict[str, Any]], field: str) -> dict[str, dict[str, float]]:
-    """Return the added time by stack and case: `field` of the stack minus that of the same clients without a proxy."""
+    """Return the added time by stack and case: `field` of the stack minus `field` of the same clients without a
+    proxy."""
     base = {cell_of(row): row[field] for row in rows if row["stack"] == "direct"}
     out: dict[str, dict[str, float]] = {}
     for row in rows:

@@ -76,7 +76,8 @@ class Mount:
 
 @dataclass(frozen=True)
 class ResourceLimits:
-    """Upper bounds of one sandbox; None means no bound. `Sandbox.unenforced` lists those that a kind cannot enforce.
+    """Upper bounds of one sandbox; None means no bound. `Sandbox.unenforced` lists the bounds that a kind cannot
+    enforce.
 
     `file_mb` bounds the size of each file, `open_files` the descriptors of each process, `disk_mb` and `files` the
     home, the working folder and all further folders together (see `disk`). Memory includes files in /tmp if /tmp is in
@@ -104,12 +105,12 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
-    """Absolute path of the working folder; None: the kind's default. In docker it is the image's folder, with its
-    files."""
+    """Absolute path of the working folder. None: the default of the kind, which in docker is the image's folder with
+    its files."""
     folders: tuple[str, ...] = ()
     """Further empty, writable folders, absolute."""
     hosts: tuple[str, ...] = ()
-    """Names that resolve to 127.0.0.1 inside. `listen` then takes HTTPS_PORT too."""
+    """Names that resolve to 127.0.0.1 inside. If there are any, `listen` can also use port HTTPS_PORT."""
 
     def check(self) -> None:
         """Raise `SandboxError` for a mount or folder that is invalid or missing, before anything is started."""
@@ -186,13 +187,13 @@ async def uncancellable(work: Coroutine[Any, Any, T]) -> T:
 class Sandbox(ABC):
     """One open sandbox. `open_sandbox` makes it; `close`, or leaving `async with`, ends it.
 
-    A record of it is written to the registry before any part of it starts, and removed after all parts.
+    Its record is written to the registry before any part of it starts, and removed when no part is left.
     """
 
     kind: ClassVar[SandboxKind]
     exceeded: str | None = None
-    """Why the programs inside were stopped, if their files exceeded the disk quota. The files stay, and new commands
-    can run."""
+    """The reason, if the programs inside were stopped because their files exceeded the disk quota. The files stay, and
+    new commands can run."""
     unenforced: tuple[str, ...] = ()
     """The requested limits that this sandbox cannot enforce, each with the reason."""
     base_env: Mapping[str, str] = {}
@@ -206,7 +207,8 @@ class Sandbox(ABC):
         self._record = registry.new_record(self.kind)
         self.id = self._record.id
         self.base = registry.state_dir / self.id
-        """A folder on the host for the sandbox's files that programs inside cannot see; removed with the sandbox."""
+        """A folder on the host for the sandbox's files, removed with it. Programs inside see it only in a `process`
+        sandbox."""
         self._record.dirs.append(str(self.base))
         self._closing: asyncio.Task[None] | None = None
         self._disk_watch: asyncio.Task[None] | None = None
@@ -325,15 +327,16 @@ class Sandbox(ABC):
     async def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
         """Read a regular file. The path is resolved inside the sandbox, links included.
 
-        Raise `FileNotFoundError`, `IsADirectoryError`, or `FileTooLarge` for more than `limit` bytes.
+        Raise `FileNotFoundError` if there is no such file, `IsADirectoryError` if it is a folder, `FileTooLarge` if it
+        has more than `limit` bytes.
         """
 
     @abstractmethod
     async def read_tree(self, path: str | None = None) -> SandboxTree:
         """End the sandbox's processes and return the files below `path` (`workdir` if None).
 
-        The files are read from outside, without any program inside the sandbox. The caller closes the tree. Afterwards
-        the sandbox may run no more commands.
+        The files are read from outside, without any program inside the sandbox. The caller closes the tree. Run no more
+        commands in the sandbox afterwards: some kinds have ended by then.
 
         Raise `SandboxError` for a folder that this kind cannot read from outside (`workdir`, `home` and the folders of
         the specification always work), `TreeTooLarge` if the files exceed a limit of `sandboxes.tree`.

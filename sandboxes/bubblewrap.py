@@ -73,7 +73,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         return [self._files]
 
     def _user_files(self, uid: int) -> list[str]:
-        """Return the mounts that give the user a name, because programs look it up."""
+        """Return the mounts of files that give the sandbox's user a name, because programs look it up."""
         mounts = []
         for name, line in (("passwd", f"agent:x:{uid}:{uid}::{HOME}:/bin/sh"), ("group", f"agent:x:{uid}:")):
             system = Path("/etc") / name

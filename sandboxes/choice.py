@@ -32,7 +32,7 @@ _HOW_TO_GET: dict[SandboxKind, str] = {
 
 @dataclass(frozen=True)
 class Availability:
-    """Availability of one kind of sandbox on this machine: if it does not work, the reason and how to install it."""
+    """Whether one kind of sandbox works on this machine; if not, the reason and how to install it."""
 
     kind: SandboxKind
     ok: bool

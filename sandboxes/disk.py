@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 MKFS_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 PAUSE_SECONDS = 1.0
 WALK_SHARE = 20
-"""The pause between two walks is at least this many times the duration of the last one."""
+"""The pause after a walk is at least this many times as long as the walk itself."""
 
 
 @dataclass

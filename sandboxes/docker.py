@@ -85,9 +85,10 @@ class DockerSandbox(Sandbox):
         self.runtime = "runc"
         """The engine's runtime that the container runs in, known when it is open."""
         self._running: set[asyncio.Task[int]] = set()
-        """The tasks that follow running commands."""
+        """Tasks, each of which follows a running command."""
         self._ending: set[asyncio.Task[None]] = set()
-        """Tasks that end cancelled commands. One that failed stays here, and the next command raises its error."""
+        """Tasks, each of which ends a cancelled command. A task that failed stays here, and the next command raises its
+        error."""
 
     # ------------------------------------------------------------ life cycle
 
@@ -138,7 +139,7 @@ class DockerSandbox(Sandbox):
             return disk.DiskUsage(size=await container_bytes(self._engine, self.id))
 
     async def _own(self, *folders: str) -> None:
-        """Make the image's user the owner of these folders, and make those that are missing.
+        """Make the image's user the owner of these folders, and create the missing ones.
 
         An archive that the engine unpacks sets the owner, because root in the container may not change owners.
         """
@@ -311,8 +312,8 @@ class DockerSandbox(Sandbox):
             raise SandboxEnded("a command could not be killed, so the sandbox was closed")
 
     async def _container_ended(self) -> bool:
-        """Return whether the container was ended from outside; False if only the command was, or if the kernel ended
-        the container because programs inside filled its memory.
+        """Return whether the container was ended from outside. Return False if only the command ended, or if the kernel
+        ended the container because programs inside filled its memory.
 
         For a moment the engine reports a killed container as running, so a new command is tried: if it succeeds, the
         container runs. If it fails, which a process limit can cause too, the engine's report decides.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHANGED = 0
-"""The kind, in the engine's list of changes, of a path that was already in the image. Other kinds: added or deleted."""
+"""Kind of a change in the engine's list: the path was already in the image. The other kinds are added and deleted."""
 UNREADABLE = "\ufffd"
 CHANGES_BYTES = 64 << 20
 """Limit in bytes of the engine's list of changes, which names every file that programs in the container made."""
@@ -72,7 +72,8 @@ async def docker_client() -> AsyncIterator[aiodocker.Docker]:
 
 
 async def inspect_image(engine: aiodocker.Docker, name: str) -> dict[str, Any] | None:
-    """Return the engine's description of an image, or None if it has no such image. Raise `SandboxError`."""
+    """Return the engine's description of an image, or None if it has no such image. Raise `SandboxError` if the engine
+    reports another error."""
     try:
         return await engine.images.inspect(name)
     except require_aiodocker().DockerError as error:
@@ -82,7 +83,8 @@ async def inspect_image(engine: aiodocker.Docker, name: str) -> dict[str, Any] |
 
 
 async def image_user(engine: aiodocker.Docker, image: str) -> str:
-    """Return the user that an image's programs run as, by name or number. Raise `SandboxError`."""
+    """Return the name or number of the user that an image's programs run as. Raise `SandboxError` if the engine reports
+    an error."""
     found = await inspect_image(engine, image) or {}
     return (found.get("Config") or {}).get("User") or "0"
 
@@ -140,7 +142,8 @@ def _write_file(file: Path, text: str) -> None:
 
 
 async def describe_engine(wanted: DockerRuntime = "auto") -> str:
-    """Return the runtime, and whether root inside containers is an unprivileged user outside. Raise `SandboxError`."""
+    """Describe the runtime, and whether root inside containers is an unprivileged user outside. Raise `SandboxError` if
+    no engine answers, or if the engine lacks the wanted runtime."""
     async with docker_client() as engine:
         info = await engine_info(engine)
     runtime = find_runtime(info, wanted)
@@ -154,7 +157,8 @@ async def describe_engine(wanted: DockerRuntime = "auto") -> str:
 
 
 def ignored_limits(wanted: dict[str, Any], found: dict[str, Any]) -> tuple[str, ...]:
-    """Return the limits of a container's wanted HostConfig that the engine left out of the actual one."""
+    """Return the limits that are set in the HostConfig `wanted` but not in the container's actual one, `found`, each
+    with the reason."""
     names = {"Memory": ["memory_mb"], "NanoCpus": ["cpus"], "PidsLimit": ["pids"], "Ulimits": ["file_mb", "open_files"]}
     ignored = [limit for key, limits in names.items() if wanted.get(key) and not found.get(key) for limit in limits]
     reason = "the engine ignores it; rootless Podman enforces it from version 5.5 on and with control groups v2"
@@ -332,7 +336,8 @@ async def changed_names(engine: aiodocker.Docker, name: str, folder: str) -> set
 
 
 async def fetch_tree(engine: aiodocker.Docker, name: str, folder: str, top_names: set[str] | None) -> SandboxTree:
-    """Read `folder` of a container, or with `top_names` only these names directly below it. Raise `TreeTooLarge`.
+    """Read `folder` of a container; with `top_names`, read only these names directly below it. Raise `TreeTooLarge` if
+    the files exceed a limit.
 
     The engine makes the archives that are read, so no program in the container takes part."""
     file = tempfile.TemporaryFile(prefix="polar-tree-")  # noqa: SIM115 - the tree closes the file

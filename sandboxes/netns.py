@@ -45,7 +45,8 @@ def listen(pid: int, ident: str, port: int) -> socket.socket:
 
 
 def _check(pid: int, ident: str) -> None:
-    """Raise if the pid is not a process of the sandbox.
+    """Raise `CannotEnterNamespace` if this pid is not a process of the sandbox here, or if its environment cannot be
+    read.
 
     If the engine runs on another machine or in another process namespace, this pid is some other process here.
     """

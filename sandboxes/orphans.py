@@ -2,8 +2,8 @@
 
 Every sandbox is registered in a folder of small JSON files before anything of it starts, and unregistered after all of
 it is removed. A record identifies the owner by machine, boot, process namespace, pid and start time. So a process that
-reuses the pid is not mistaken for the owner, nor is an owner on another machine (shared disk) or in another process
-namespace mistaken for dead.
+reuses the pid is not mistaken for the owner. An owner on another machine (shared disk) or in another process namespace
+is not mistaken for dead.
 """
 
 from __future__ import annotations

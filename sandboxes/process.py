@@ -335,9 +335,9 @@ class ProcessSandbox(SupervisedSandbox):
 
 
 def process_limits(limits: ResourceLimits) -> dict[str, int]:
-    """Return memory, file size and open files as limits of each process. No file may be larger than the disk quota.
+    """Return the limits of each process: memory, file size, open files. No file may be larger than the disk quota.
 
-    RLIMIT_DATA and not RLIMIT_AS, because Node and Go reserve far more addresses than they ever touch.
+    RLIMIT_DATA limits the memory, not RLIMIT_AS, because Node and Go reserve far more addresses than they ever touch.
     """
     found = {"RLIMIT_CORE": 0}
     if limits.memory_mb is not None:

@@ -48,7 +48,7 @@ class SelfTests:
         self._running: dict[SandboxKind, asyncio.Task[list[str] | None]] = {}
 
     def start(self, kind: SandboxKind, image: str | None = None) -> None:
-        """Start the test, unless it was started before, without waiting for it."""
+        """Start the test in the background, unless it was started before."""
         if self._policy != "off" and kind != "process" and kind not in self._running:
             self._running[kind] = asyncio.create_task(find_leaks(kind, image, self._runtime))
 

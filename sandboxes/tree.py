@@ -27,7 +27,7 @@ FILE, EXECUTABLE, LINK = 0o100644, 0o100755, 0o120000
 
 
 class TreeTooLarge(OSError):
-    """A program left more than Polar reads; the text says what."""
+    """A program left more than Polar reads. The text names the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class SandboxTree(ABC):
 
     entries: dict[bytes, TreeEntry]
     top_names: Collection[bytes] | None = None
-    """The names directly below the folder that were read; the others are as in the sandbox's image. None: all."""
+    """The names directly below the folder that were read; None: all of them. Names that were not read are unchanged
+    from the sandbox's image."""
 
     @abstractmethod
     def read(self, path: bytes) -> bytes:

@@ -64,11 +64,11 @@ LONG_FILES = (
     "conformance/test_measure.py",
     "rollouts/test_fleet.py",
 )
-"""Files that take longest, the longest first; those with real services before the others."""
+"""The test files that take longest. Files with real services come first; otherwise the longest comes first."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Restore Ctrl-C: a shell's background job ignores it, and so would every program that a test starts and
+    """Restore Ctrl-C. A background job of a shell ignores it, and so would every program that a test starts and
     interrupts. Also see `_skip_version_manager`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -76,7 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _skip_version_manager() -> None:
-    """Make `python3` an interpreter: that of pyenv is a script, which starts thirty programs for each call."""
+    """Make `python3` start an interpreter directly. With pyenv it is a script, which starts thirty programs for each
+    call."""
     found = shutil.which("python3")
     if found is not None and Path(found).read_bytes().startswith(b"#!"):
         os.environ["PATH"] = f"{sys.base_prefix}/bin{os.pathsep}{os.environ['PATH']}"
@@ -89,8 +90,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file whose tests are all deselected by their mark, such as `-m 'not slow'`: PyTorch and the providers'
-    SDKs take longer to import than many a test."""
+    """Do not import a file whose tests are all deselected by their mark, as by `-m 'not slow'`: importing PyTorch and
+    the providers' SDKs takes longer than many a test."""
     if not collection_path.match("test_*.py"):
         return None
     terms = config.option.markexpr.split(" and ")
@@ -168,7 +169,8 @@ def quick_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class _SharedStatements(dict[Any, Any]):
-    """SQLAlchemy's cache of compiled statements, shared by all databases: its keys name a dialect by type."""
+    """SQLAlchemy's cache of compiled statements, shared by all databases. For this, its keys contain the type of a
+    dialect instead of the dialect object of one database."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return super().get((type(key[0]), *key[1:]), default)
@@ -228,7 +230,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Gateway]]
 
 @pytest.fixture
 def serve(store: Store) -> Serve:
-    """`async with serve(engine, **gateway_settings) as gateway:` on a free loopback port."""
+    """Serve a gateway on a free loopback port: `async with serve(engine, **gateway_settings) as gateway:`."""
 
     @contextlib.asynccontextmanager
     async def make(engine: Engine, **settings: object) -> AsyncIterator[Gateway]:

@@ -1,8 +1,8 @@
 """`pytest --processes 4`: run the test files in several processes, which are forked after the tests were collected.
 
-pytest-xdist starts each of its processes anew, and each imports PyTorch and the providers' SDKs and collects all tests
-again: with four processes, a tenth of the suite's processor time. Here the parent collects once. It hands out a file at
-a time, in the order of collection, and reports what the workers send.
+pytest-xdist starts each of its processes anew. Each one imports PyTorch and the providers' SDKs and collects all tests
+again, which takes a tenth of the suite's processor time with four processes. Here the parent collects once. It hands
+out a file at a time, in the order of collection, and reports what the workers send.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def gain_capabilities() -> Result:
 
 
 def become_root() -> Result:
-    """Become the host's root by setuid(0). A program that is user 0 already checks whether it has capabilities."""
+    """Become the host's root by setuid(0). If this program is user 0 already, check whether it has capabilities."""
     if os.getuid() == 0:
         ranges = Path("/proc/self/uid_map").read_text().split()
         with open("/proc/self/status") as file:

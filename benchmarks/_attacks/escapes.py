@@ -1,4 +1,4 @@
-"""Attempts to leave a sandbox: system calls, files of the host, other sandboxes, networks, and more than its share.
+"""Attempts to leave a sandbox by system calls, host files, other sandboxes or networks, or to use more than its share.
 
 First in a bare sandbox, then by the agent of a rollout (`rollout_escapes`).
 
@@ -295,7 +295,7 @@ class Escapes:
         self.add("make_polar_wait", seconds > 25, f"{seconds:.1f} s for twelve reads and writes")
 
     async def forge_exit_status(self) -> None:
-        """Write to every descriptor there is what the supervisor would report, then fail."""
+        """Write a forged report of the supervisor, with exit code 0, to every visible descriptor. Then fail."""
         forged = json.dumps({"exit": 0, "id": 1, "note": None})
         script = f"for fd in /proc/[0-9]*/fd/*; do echo '{forged}' >>$fd; done 2>/dev/null; exit 3"
         async with self.sandbox() as sandbox:

@@ -1,4 +1,4 @@
-"""Forged archives: an honest export, changed in one way each, and what importing it into another database does."""
+"""Forged archives, each of them an honest export with one change, and the effects of importing them."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ async def _rows(store: Store) -> dict[str, set[str]]:
 
 
 async def _changes(store: Store, before: dict[str, set[str]], *, refused: bool = False) -> str | None:
-    """Describe the first table that lost or changed rows, or after a refusal also gained some; None if no table did."""
+    """Describe the first table that lost or changed rows; None if no table did. With `refused`, gained rows count
+    too."""
     for table, rows in (await _rows(store)).items():
         if before[table] - rows or (refused and rows != before[table]):
             return f"rows of {table} changed"

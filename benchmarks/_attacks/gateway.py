@@ -1,11 +1,12 @@
 """What one client of a shared gateway can do to the others: exhaust it, confuse it, or pass for somebody else.
 
-An attack succeeds if an honest session meanwhile gets a wrong answer or a p99 of 250 ms or more, if the gateway's
-memory grows by more than 1 GiB, or if the attacker gets an answer that it must not get.
+An attack succeeds if an honest session meanwhile gets a wrong answer or is slow, if the gateway's memory grows by more
+than 1 GiB, or if the attacker gets an answer that it must not get. The session is slow from a p99 of 250 ms on, or of
+twice its p99 without an attack if that is more.
 
 Attacker, gateway, engine and honest session share the processors of one machine. So the longest stall of the gateway's
-event loop is reported too, and an attack with such a p99 is repeated against a server that only reads and drops, whose
-p99 shows how long the honest session waits for the machine alone.
+event loop is reported too. An attack with a slow honest session is repeated against a server that only reads and drops:
+the p99 there shows how long the session waits because of the machine alone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Reaction:
     requests: int
     """Number of answers to the honest session."""
     faults: Sequence[str]
-    """Descriptions of the wrong ones among these answers."""
+    """Descriptions of the wrong answers to the honest session."""
     p99: float
     """99th percentile of the honest session's latency, in seconds."""
     stall: Stall
@@ -139,7 +140,8 @@ def p99_of(requests: Sequence[tuple[float, float, str | None]]) -> float:
 
 
 def judge(reaction: Reaction, limit: float, bare: float | None) -> Outcome:
-    """`limit`: p99 in seconds from which the honest session counts as slow. `bare`: p99 in seconds at a bare server."""
+    """Return the outcome of an abuse. `limit`: p99 in seconds from which the honest session counts as slow. `bare`: p99
+    in seconds at a bare server."""
     line = describe(reaction, bare)
     if reaction.abuse.control:
         return Outcome(reaction.abuse.name, FAMILY, WHERE, not reaction.fault, line, control=True)

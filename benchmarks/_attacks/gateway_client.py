@@ -73,7 +73,7 @@ class Attacker:
         return Counter(await asyncio.gather(*(one(message) for message in messages)))
 
     async def hold(self, count: int, first: bytes, again: bytes = b"", seconds: float = 2.5) -> str:
-        """Hold connections open that sent `first`; each sends `again` five times a second."""
+        """Open connections, send `first` on each, and hold them open. Send `again` on each five times a second."""
         async with AsyncExitStack() as stack:
             opened = []
             for _ in range(count):

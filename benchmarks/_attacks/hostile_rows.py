@@ -225,7 +225,7 @@ def api_attacks() -> list[Attack]:
 
 
 def callback_attacks() -> list[Attack]:
-    """Callbacks to a receiver on loopback, by several ways to write its address."""
+    """Return attacks by callbacks to a receiver on loopback, whose address is written in several ways."""
 
     def make(host: str, transport: Callable[[], httpx.AsyncBaseTransport]) -> Any:
         async def attack(folder: Path, marker: Path) -> tuple[bool, str]:

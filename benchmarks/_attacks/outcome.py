@@ -28,7 +28,7 @@ class Outcome:
 
     @property
     def pays(self) -> bool:
-        """Whether an attack succeeded that must not."""
+        """Whether an attack succeeded although it must not."""
         return self.reached and not self.control and not self.expected
 
     @property
@@ -40,7 +40,7 @@ class Outcome:
 @dataclass(frozen=True)
 class AttackOptions:
     sandboxes: tuple[SandboxKind, ...]
-    """The kinds to attack, of those that run here."""
+    """The kinds of sandbox to attack; all of them run here."""
     folder: Path
     """An existing scratch folder of this family alone, removed after the run."""
     report: Callable[[str], None]

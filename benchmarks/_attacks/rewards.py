@@ -1,8 +1,8 @@
 """Patches that want a reward for nothing (`reward_patches`), each against every kind of task in every sandbox.
 
 Each patch is made by a script in an agent's sandbox, read from there as after a rollout, and scored by the function
-that scores rollouts. An attack succeeds unless the reward is 0. A result without a reward counts as success, because it
-takes a failure out of the baseline.
+that scores rollouts. An attack succeeds unless the reward is 0. It also succeeds if there is no reward, because a
+failure is then missing from the baseline.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def targets(kind: SandboxKind, folder: Path) -> Iterator[Target]:
 
 
 def _pytest_tasks(row: Task, mounted: Path) -> dict[str, Task]:
-    """Return the row's task with tests that run by pytest: by its own command, and by the evaluator `tests`."""
+    """Return two variants of the row's task whose tests pytest runs: by its own command, and by the evaluator
+    `tests`."""
     (old,) = row.evaluators
     assert isinstance(old, SwebenchEvaluator)
     path = "tests/test_most_common.py"

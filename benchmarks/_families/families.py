@@ -111,7 +111,8 @@ STOPS: dict[str, tuple[str, ...]] = {
     "unsloth-mistral": _MISTRAL,
     "upstage-Solar": ("<|end|>", "<|flush|>", "<|calls|>"),
 }
-"""Stop tokens by the beginning of a template's name; the longest that fits counts. Others are ChatML."""
+"""Stop tokens by the beginning of a template's name. If several fit, the longest counts; if none fits, those of
+ChatML."""
 _BOS = {
     "<|im_end|>": "",
     "<|eot_id|>": "<|begin_of_text|>",

@@ -35,7 +35,7 @@ from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, EngineRequest, Json, ToolCall
 
 _TOLERANCE = 1e-3
-"""Largest difference of two equal log-probabilities, in nats."""
+"""Largest difference, in nats, of two log-probabilities that count as equal."""
 _STRICT: Json = {
     "tools": [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
 }
@@ -170,7 +170,7 @@ async def _sampled(engine: FamilyEngine, prompt: list[int], ids: list[int], logp
 
 
 def grammar_page(results: Sequence[GrammarResult]) -> str:
-    """Return benchmarks/results/grammars.md."""
+    """Return the text of benchmarks/results/grammars.md."""
     head = ["family", "parsed by", *REQUESTS]
     rows = [head, ["---"] * len(head)]
     for result in results:

@@ -68,7 +68,7 @@ def _both(texts: Iterable[str]) -> str:
 
 
 def page(templates: Sequence[FamilyResult], served: Sequence[ServedResult], old: str) -> str:
-    """Return docs/families.md. Families that were not run keep their row of the old page."""
+    """Return the text of docs/families.md. Families that were not run keep their row of the old page, `old`."""
     rows = {line.split("|")[1].strip(): line for line in old.splitlines() if line.startswith("| ")}
     rows |= {result.name: served_row(result) for result in served}
     table = _table(rows[family.name] for family in SERVED if family.name in rows)

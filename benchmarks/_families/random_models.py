@@ -17,7 +17,8 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": {"vocab_size": 201_088, "head_dim": 64, "num_local_experts": 2, "num_experts_per_tok": 1},
     "cohere2": {"logit_scale": 1.0, "bos_token_id": None},
 }
-"""Architecture, as Transformers names it -> fields of its configuration that the others lack or have otherwise."""
+"""Architecture, as Transformers names it -> fields of its configuration that other architectures lack or set
+otherwise."""
 
 
 def save_model(folder: Path, renderer: TemplateEngine, architecture: Architecture, context: int = CONTEXT) -> None:

@@ -58,7 +58,8 @@ class SessionResult:
     misread: int = 0
     """Number of answers that vLLM's own chat route returns differently than planned."""
     differences: list[str] = field(default_factory=list)
-    """Descriptions of the answers that the agent received differently than planned, or than the chat route returns."""
+    """Descriptions of the answers that differ from the plan: as the agent received them, or as the chat route returned
+    them."""
     splits: int | None = 0
     """Number of traces beyond one; None if nothing can be trained."""
     largest: float | None = None
@@ -105,7 +106,8 @@ class FamilyEngine(ForcedVllmEngine):
         return answer.ids
 
     async def parsing(self, options: Mapping[str, Any]) -> str:
-        """Return how answers under these template options are parsed. Raises CannotContinueError."""
+        """Return how answers under these template options are parsed. Raises CannotContinueError if they cannot be
+        parsed exactly."""
         proofs = self._server.parsers
         if isinstance(proofs, CannotContinueError):
             raise proofs
@@ -156,7 +158,8 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
 
 
 def make_renderer(served: ServedFamily, family: Family) -> TemplateEngine:
-    """Return the family's template with its tokenizer. vLLM finds the vocabulary of gpt-oss by a variable, set here."""
+    """Return the family's template with its tokenizer. For gpt-oss, also set the environment variable by which vLLM
+    finds the vocabulary."""
     if not served.harmony:
         return TemplateEngine(family)
     os.environ["TIKTOKEN_ENCODINGS_BASE"] = str(fetch_vocabulary())

@@ -57,7 +57,7 @@ class AgentModel:
     """Seconds of scoring."""
     open_mb: int = 60
     run_mb: int = 400
-    """MB that a sandbox in which an agent or tests run needs; `open_mb`: MB of any other open sandbox."""
+    """Memory in MB of a sandbox in which an agent or tests run. `open_mb` is that of any other open sandbox."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class Request:
     shared: int
     """Prompt tokens after this prefix that the rollouts of the group share."""
     own: int
-    """Prompt tokens after these: the rollout's own conversation."""
+    """Prompt tokens after both prefixes: the rollout's own conversation."""
     output: int
     done: asyncio.Future[None]
     to_prefill: float = 0.0
@@ -258,8 +258,8 @@ class Engine:
 class Fleet:
     """Several engines with prefix-aware routing.
 
-    A rollout goes to the engine of its group. If that has a quarter more rollouts than its share, it goes to the engine
-    with the fewest. It stays on its engine.
+    A rollout goes to the engine of its group. If this engine has a quarter more rollouts than its share, the rollout
+    goes to the engine with the fewest. A rollout stays on its engine.
     """
 
     def __init__(self, count: int, model: EngineModel, loop: asyncio.AbstractEventLoop) -> None:

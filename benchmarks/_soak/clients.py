@@ -47,7 +47,7 @@ class SoakCounts:
     sent: int = 0
     """Number of complete requests with valid JSON."""
     answered: list[str] = field(default_factory=list)
-    """Call ids of the complete answers; the id of a repeated call once."""
+    """Call ids of the complete answers. The id of a repeated call is in the list once."""
     finished: list[tuple[float, float]] = field(default_factory=list)
     """(time, latency) of each complete answer, in seconds."""
     habits: Counter[str] = field(default_factory=Counter)
@@ -65,7 +65,7 @@ class BrokenAnswerError(Exception):
 
 
 class SoakClient:
-    """One session of one agent, over one connection until that breaks."""
+    """One session of one agent. It keeps its connection until this breaks."""
 
     def __init__(
         self, port: int, number: int, shape: Shape, faults: float, chance: random.Random, counts: SoakCounts

@@ -47,7 +47,8 @@ class SoakAnswers:
 
 
 class SoakUpstream(Upstream):
-    """One connection to the engine. A share `faults` of the answers to agents is an error, broken off or slow."""
+    """One connection to the engine. The share `faults` of its answers to agents are errors, break off or come
+    slowly."""
 
     def __init__(self, fake: FakeVllm, answers: SoakAnswers, faults: float, chance: random.Random) -> None:
         super().__init__(fake, {})

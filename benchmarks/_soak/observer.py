@@ -33,7 +33,7 @@ class Sample:
     cpu: float
     """Seconds of processor time that the server has used, a measure of cost that holds on a busy machine."""
     load: float
-    """Processes of the machine that run or wait to run, averaged over a minute."""
+    """Number of processes of the machine that run or wait to run, averaged over a minute."""
     descriptors: int
     wal_mb: float
     commits: dict[float, float]

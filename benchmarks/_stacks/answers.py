@@ -41,8 +41,8 @@ class CannedAnswer:
     before: bytes
     after: bytes
     framed: bool
-    """True if the prompt ids are inside an HTTP chunk or body, whose length must be sent before it: `before` then has
-    this length without the ids between two NUL bytes."""
+    """True if the prompt ids are inside an HTTP chunk or body, whose length is sent before it. `before` then contains
+    the length without the prompt ids, between two NUL bytes."""
 
     def bytes(self, ids: bytes) -> list[bytes]:
         if not self.framed:
@@ -53,7 +53,8 @@ class CannedAnswer:
 
 
 def _canned(head: bytes, raw: bytes, size: int) -> CannedAnswer:
-    """Split `raw`, which follows its length (`size`) in an HTTP head or chunk, at the place of the prompt ids."""
+    """Split an answer at the place of the prompt ids. In the answer, `head` is followed by the length `size` and by
+    `raw`."""
     before, after = raw.split(_HOLE.encode())
     return CannedAnswer(head + b"\0%d\0" % (size - len(_HOLE)) + before, after, True)
 
@@ -82,7 +83,8 @@ def _streamed(chunks: list[dict[str, Any]]) -> CannedAnswer:
 
 @dataclass(frozen=True)
 class Answers:
-    """All answers of one length. Keys are whether the answer is streamed."""
+    """All prepared answers of one length. The dictionaries have the key True for the streamed answer, False for the
+    whole one."""
 
     chat: dict[bool, CannedAnswer]
     """The answer to a single chat."""

@@ -99,7 +99,7 @@ def docker_socket() -> AttemptResult:
 
 
 def past_its_recorder() -> AttemptResult:
-    """Call the model with keys that belong to no rollout, because such calls would not be recorded in this one."""
+    """Call the model with keys that belong to no rollout. This rollout would not record such a call."""
     keys = [*(f"sk-polar-{secrets.token_urlsafe(24)}" for _ in range(20)), "", "anything"]
     got = [request(f"{ROOT_URL}/v1/chat/completions", key, CHAT)[0] for key in keys]
     return 200 in got, f"{got.count(200)} of {len(got)} invalid keys are answered"

@@ -25,7 +25,7 @@ from benchmarks._stacks.stacks import ROOT, StackError, free_port, tail
 from polar_proxy.engines.factory import POLAR_TINY
 
 START_SECONDS = 600.0
-"""vLLM on two busy cores needs minutes to start."""
+"""Time limit for the start of a target. vLLM on two busy cores needs minutes."""
 
 
 DOWN_SECONDS = (1.0, 2.0)
@@ -136,7 +136,7 @@ class EngineProcess(ServerProcess):
         return True
 
     def stop(self) -> None:
-        """Return when all processes are gone, which takes a moment with gigabytes of memory."""
+        """Kill all its processes and return when they are gone, which takes a moment with gigabytes of memory."""
         with suppress(ProcessLookupError):
             self.kill()
             assert self.process is not None

@@ -12,13 +12,13 @@ from benchmarks._stacks.traffic import TRAFFIC, ClientTraffic, Kind
 
 DRAIN_SECONDS = 60.0
 MAX_REQUESTS = 20_000
-"""Per measurement, so that a fast stack does not fill the disk."""
+"""Maximum number of requests in a measurement, so that a fast stack does not fill the disk."""
 
 
 @dataclass
 class LoadResult:
     """Result of a measurement. `latencies`: seconds of each request answered within the measured time. `answered` also
-    counts the requests answered after it."""
+    counts requests answered after that time."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)

@@ -25,7 +25,7 @@ class Reconciliation:
     lost: list[str] = field(default_factory=list)
     doubled: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    """Answers to another request, or stored with another text or number of tokens."""
+    """Logged answers that belong to another request, or whose stored call has another number of tokens."""
     unaccounted: list[str] = field(default_factory=list)
     """Recorded calls of finished rollouts that are neither in a trace nor excluded, or that are both."""
     statuses: Counter[str] = field(default_factory=Counter)

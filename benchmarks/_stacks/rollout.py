@@ -75,8 +75,8 @@ def tools() -> list[Json]:
 
 
 def conversation(turns: int, tokens: int, seed: int = 1) -> list[CallData]:
-    """Return `turns` calls that extend each other. The last prompt and answer have `tokens` tokens together, up to the
-    length of one observation."""
+    """Return `turns` calls that extend each other. The last prompt and answer together have about `tokens` tokens, give
+    or take one observation."""
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     system = f"You fix bugs in the Python library `lib{seed}`.\n\n" + "\n".join(_docstrings(rng, 12))
     messages: list[Json] = [

@@ -132,7 +132,7 @@ def honest_session(port: int, key: str = HONEST_KEY, pause: float = 0.02) -> Ite
 async def shared_gateway(
     folder: Path, keys: list[str], db: Literal["sqlite", "postgresql"] = "sqlite"
 ) -> AsyncIterator[tuple[GatewayProcess, list[str]]]:
-    """Run a gateway that knows sessions with these keys; also yield the ids of the sessions."""
+    """Run a gateway that knows sessions with these keys. Yield its process and the ids of the sessions."""
     with ExitStack() as stack:
         address = str(folder / "polar.db")
         if db == "postgresql":

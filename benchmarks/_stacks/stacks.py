@@ -115,7 +115,7 @@ def tail(log: Path) -> str:
 
 
 def environment_for(name: str, cache: Path) -> tuple[Path, str]:
-    """Return the Python of the environment into which pip installs a peer on first use, and the peer's version."""
+    """Return the Python of a peer's environment, and the peer's version. On first use, pip installs the peer there."""
     version, package = PEERS[name]
     folder = cache / f"{name}-{version}"
     python = folder / "bin" / "python"
@@ -148,7 +148,7 @@ def start_passthrough(upstream: str, core: int | None, folder: Path) -> RunningS
 def start_polar(
     upstream: str, core: int | None, folder: Path, name: str = "polar", mode: str = "render"
 ) -> RunningStack:
-    """`polar serve` in one prompt mode; its database is `name`.db."""
+    """Start `polar serve` in one prompt mode. Its database is `name`.db."""
     from importlib.metadata import version
 
     port = free_port()

@@ -140,7 +140,8 @@ class ConnectableHarness(BaseHarness):
         return replace(plan, argv=(*self.command(installed), *self.acp_arguments, *connection.arguments))
 
     def connect(self, endpoint: Endpoint) -> Connection:
-        """Return the connection to `endpoint`. Raises `HarnessError` if the harness does not speak its wire API."""
+        """Return the connection to `endpoint`. Raises `HarnessError` if the harness does not speak the endpoint's wire
+        API."""
         return self.make_connection(endpoint, self.choose_wire_api(endpoint))
 
 
@@ -216,7 +217,8 @@ def _toml_value(value: object) -> str:
 def skill_files(folder: str, skills: Iterable[Skill]) -> dict[str, str]:
     """Return the files of `skills` below `folder`, which is relative to HOME.
 
-    Raises `HarnessError` for a name that the Agent Skills format forbids: it could lead out of the folder.
+    Raises `HarnessError` for a name that the Agent Skills format forbids, because such a name could lead out of the
+    folder.
     """
     files = {}
     for skill in skills:

@@ -41,7 +41,7 @@ def is_complete(folder: Path) -> bool:
 def ensure_folder(folder: Path, build: Callable[[Path], object]) -> None:
     """Make `folder` with `build` unless it is complete.
 
-    `build` gets the path, where nothing exists yet. If it fails, the folder is removed.
+    `build` gets the path of the folder, which does not exist yet. If `build` fails, the folder is removed.
     """
     if is_complete(folder):
         return
@@ -70,7 +70,7 @@ def run_step(
     """Run one command of an installation. `what` completes the sentence "could not ...".
 
     Raises `InstallError` with `advice` if the command cannot be started, or runs for longer than `seconds` (it is then
-    killed). With `strict`, also raises it, with the command's last output, if the exit code is not 0.
+    killed). With `strict`, an exit code other than 0 raises the same error, with the command's last output.
     """
     try:
         done = subprocess.run(

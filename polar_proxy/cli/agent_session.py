@@ -26,7 +26,8 @@ class ModelCard:
     max_answer: int | None
     """Maximum number of tokens in an answer; None if only the context length limits it."""
     provider_answers: bool
-    """Whether the server passes calls on to the provider with the agent's own key: all, or those a rule chooses."""
+    """Whether the server passes all calls, or those that a rule chooses, on to the provider with the agent's own
+    key."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def open_session(
 
 
 def _server_url(settings: Settings) -> str:
-    """Return the URL of the server without /v1. Raises UsageError."""
+    """Return the URL of the server without /v1. Raises UsageError if the URL is invalid, or if none is given and the
+    server's port is not known."""
     if settings.url is not None:
         is_local_url(settings.url)  # validates it
         return settings.url.rstrip("/").removesuffix("/v1")

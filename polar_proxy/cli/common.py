@@ -39,7 +39,8 @@ PATIENT_TRIES = 12
 def load_settings(
     db: str | None = None, *, allow_code: Sequence[str] | None = None, **sections: dict[str, Any]
 ) -> Settings:
-    """Return the settings, overridden by the flags that are not None. Raises UsageError.
+    """Return the settings, overridden by the flags that are not None. Raises UsageError if a setting is wrong or cannot
+    be read.
 
     `allow_code` is added to the setting `allowed_code`.
     """
@@ -160,7 +161,8 @@ def database_url(settings: Settings) -> str:
 def open_database(settings: Settings, *, create: bool = False) -> contextlib.AbstractAsyncContextManager[Store]:
     """Return the store, not yet entered.
 
-    With `create`, entering it creates or upgrades the database; without, a missing or older one raises StoreError."""
+    With `create`, entering it creates or upgrades the database. Without `create`, a missing or older database raises
+    StoreError."""
     from polar_proxy.store import normalise_url, open_store
 
     url = database_url(settings)

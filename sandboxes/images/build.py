@@ -1,8 +1,8 @@
 """Build the default image of docker sandboxes: `python -m sandboxes.images.build [--force]`.
 
-It runs `docker build`, or `podman build`, on the Dockerfile. If that fails, because only a Debian mirror is reachable
-(closed networks, CI), it imports the same packages, installed by mmdebstrap (as root). Both give the image the tag of
-the recipe, which is printed at the end.
+It runs `docker build`, or `podman build`, on the Dockerfile. If that fails, for example because only a Debian mirror is
+reachable (closed networks, CI), mmdebstrap (as root) installs the same packages, and the result is imported. Both ways
+give the image the tag of the recipe, which is printed at the end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class BuildFailed(Exception):
 
 
 def engine_command() -> list[str]:
-    """Return the beginning of the engine's commands. Raise `BuildFailed` if neither docker nor podman is installed.
+    """Return the first words of every engine command. Raise `BuildFailed` if neither docker nor podman is installed.
 
-    Podman takes the same commands, and the address of another engine as an option.
+    Podman takes the same commands as docker, but the address in DOCKER_HOST only as an option.
     """
     if shutil.which("docker") is not None:
         return ["docker"]

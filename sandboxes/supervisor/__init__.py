@@ -49,7 +49,7 @@ class Channel:
         self.sock.sendall(data[sent:])
 
     def feed(self) -> bool:
-        """Receive bytes, and descriptors sent with them, once. Return False at the end of the stream."""
+        """Receive once: bytes, and the descriptors sent with them. Return False at the end of the stream."""
         data, ancillary, _flags, _addr = self.sock.recvmsg(1 << 16, socket.CMSG_SPACE(4 * MAX_FDS))
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

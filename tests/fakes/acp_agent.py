@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """A small agent of the Agent Client Protocol (standard library only). The user's text says what it does.
 
-With OPENAI_BASE_URL in its environment it asks the model there for its answers; its conversation survives its end.
+If its environment has OPENAI_BASE_URL, it asks the model there for its answers. Its conversation is kept in a file, so
+that a new process can continue it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Fault:
-    """An error response in the server's form; without a status, vLLM cuts the connection at once."""
+    """An error response in the server's form. If `status` is None, `FakeVllm` cuts the connection at once."""
 
     status: int | None = 500
     message: str = "scripted fault"
@@ -30,9 +30,10 @@ class FakeServer:
     def __post_init__(self) -> None:
         self.scripted: deque[Any] = deque()
         self.bodies: list[Json] = []
-        """Bodies of the generations, in order of arrival; of llama-server's those that are streamed."""
+        """Bodies of the requests for a generation, in order of arrival. `FakeLlama` keeps only bodies that ask for a
+        stream."""
         self.aborted = 0
-        """Generations whose client disconnected."""
+        """Number of generations whose client disconnected."""
 
     def script(self, *answers: Any) -> None:
         """Give the next generations these answers or faults."""

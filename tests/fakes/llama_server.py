@@ -4,8 +4,8 @@
         fake.script("Hello.", Fault(status=500))
         ...  # the next two generations at fake.url get these; later ones are sampled from its distribution
 
-It has the tokens and the chat template of `FakeVllm`. Its distribution is a fixed function of the token before, in
-which bytes beyond ASCII are rare.
+It has the tokens and the chat template of `FakeVllm`. Its distribution is a fixed function of the previous token, and
+bytes beyond ASCII are rare in it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def raw_logprobs(previous: int) -> tuple[float, ...]:
 
 
 def sampled_logprobs(previous: int, body: Json) -> dict[int, float]:
-    """Return the log-probabilities of the tokens that these settings leave, most likely first."""
+    """Return the log-probabilities of the tokens that the request's samplers leave, the most likely token first."""
     bias = dict(body.get("logit_bias") or ())
     values = {token: value + bias.get(token, 0.0) for token, value in enumerate(raw_logprobs(previous))}
     for sampler in body["samplers"]:
@@ -63,7 +63,8 @@ def sampled_logprobs(previous: int, body: Json) -> dict[int, float]:
 
 
 def data_of(token: int) -> bytes:
-    """Return the bytes of a token's text. Control tokens have none; those of tool calls are user-defined."""
+    """Return the bytes of a token's text. Control tokens have none, except the tokens of tool calls, which are
+    user-defined."""
     return bytes([token - OFFSET]) if token >= OFFSET else text_of([token]).encode() if token > END else b""
 
 
@@ -81,7 +82,7 @@ def is_cut(data: bytes) -> bool:
 class FakeLlama(FakeServer):
     """`limits`: any of no_ids, no_probs, no_settings (a request's samplers are ignored), raw_only
     (`post_sampling_probs` is ignored), other_form, ollama, loading, chat_differs (the chat route adds a token), two_ids
-    (beside its log-probability a token has another id)."""
+    (the entry with a token's log-probability has another id)."""
 
     limits: frozenset[str] = frozenset()
     context_length: int = 4096
@@ -92,9 +93,9 @@ class FakeLlama(FakeServer):
         super().__post_init__()
         self._template = FakeVllm(limits=self.limits)
         self._planned: list[int] = []
-        """The prompt and the answer of the latest scripted answer."""
+        """Token ids of the latest scripted answer, after those of its prompt."""
         self._answered = 0
-        """Length of this prompt."""
+        """Length of the prompt in `_planned`, in tokens."""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else {}

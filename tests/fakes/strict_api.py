@@ -22,7 +22,7 @@ class StrictApi(FakeVllm):
     newer_limit: bool = False
     """Accepts the token limit as `max_completion_tokens` only, like OpenAI's reasoning models."""
     wants_reasoning: bool = False
-    """Refuses earlier answers that lack their reasoning."""
+    """Refuses a request in which an earlier answer lacks its reasoning."""
     retry_after: str | None = None
     """The `retry-after` header of refusals."""
     lists_models: bool = True

@@ -132,7 +132,8 @@ HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "'\"></pre></code>{{7*7}}{% raw %}\x1b[31mred\x1b[0m\u202egnihton\u202c"
 )
-"""A text that would run, leave its element, be a template, or reorder what is shown."""
+"""A text that takes effect where it is not escaped: it runs a script, closes its HTML element, fills in a template,
+colours a terminal or reorders characters."""
 
 
 def main() -> int:
@@ -200,7 +201,7 @@ def misbehave(manner: str) -> int:
 
 
 def fill(folder: Path) -> None:
-    """Write until the disk is full. If a watcher holds the quota instead of a file system, wait for it."""
+    """Write until the disk is full. If no write fails, because a watcher enforces the quota, wait for the watcher."""
     for number in range(20):
         try:
             (folder / f"filling-{number}").write_bytes(bytes(8 << 20))

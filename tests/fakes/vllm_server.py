@@ -126,7 +126,7 @@ class FakeVllm(FakeServer):
     metrics: str | None = None
     """The text of `/metrics`."""
     folder: str | None = None
-    """The folder that it names as its model's; `vllm_folder.py` writes one."""
+    """The folder that the server names as its model's. `vllm_folder.py` writes such a folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -225,7 +225,7 @@ class FakeVllm(FakeServer):
         return out + ([START, *ids("assistant\n")] if body.get("add_generation_prompt", True) else [])
 
     def refusal(self, path: str, body: Json) -> Json | None:
-        """vLLM's own checks."""
+        """Return the error that vLLM's own checks give; None if the request passes them."""
         if body.get("model") != self.model:
             return error(f"The model `{body.get('model')}` does not exist.", 404, "model")
         if "no_tools" in self.limits and body.get("tools") and body.get("tool_choice", "auto") == "auto":
@@ -301,7 +301,8 @@ class FakeVllm(FakeServer):
         }
 
     def shown(self, path: str, body: Json, tokens: list[int]) -> str:
-        """Return the raw text of tokens, with special ones if the request or its tools need them, never the last."""
+        """Return the raw text of tokens. Special tokens are included if the request or its tools need them, but END
+        only with `ignore_eos`."""
         special = body.get("skip_special_tokens") is False
         if path == "/v1/chat/completions":
             special = bool(body.get("tools")) and body.get("tool_choice") != "none"

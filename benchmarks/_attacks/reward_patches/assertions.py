@@ -1,4 +1,5 @@
-"""Attacking patches that replace assertions from the module under test, or return objects that equal everything."""
+"""Attacking patches whose code in the module under test replaces assertions, or returns objects that equal
+everything."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ END_COLOURS = {"done": "green", "failed": "red", "timed_out": "yellow", "cancell
 _NOT_ACTIVE = {*END_COLOURS, "queued"}
 _MAX_LIVE_ROWS = 24
 _NEWEST_ENDS = 8
-"""Number of the last ended rollouts that are shown."""
+"""Number of ended rollouts that are shown: the last ones that ended."""
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ class RolloutProgressView:
 
     The table shows all rollouts if they fit into it, otherwise only active ones.
 
-    It is the rollout service's ProgressReporter and an observer of the gateway's calls.
+    The view is the rollout service's ProgressReporter and an observer of the gateway's calls.
     """
 
     def __init__(self, *, quiet: bool, prints: bool = True) -> None:

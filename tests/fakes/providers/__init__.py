@@ -1,8 +1,8 @@
 """Stand-ins for the APIs of OpenAI, Anthropic and Google: they validate requests by the types of the official SDKs.
 
-A request that the SDK's types do not describe, or without the right key, is refused. Scripted answers are built with
-the SDK's own response models. Signed answers of Anthropic and Google must come back with their signatures in the next
-request that has the result of their tool call, as the real APIs demand.
+A request is refused if the SDK's types do not describe it, or if it lacks the right key. Scripted answers are built
+with the SDK's own response models. Signed answers of Anthropic and Google must come back with their signatures in the
+next request that has the result of their tool call, as the real APIs demand.
 """
 
 from tests.fakes.providers.anthropic import AnthropicProvider

@@ -61,7 +61,7 @@ def check_messages_body(kind: Any, body: Json) -> None:
 
 
 class AnthropicProvider(Provider):
-    """Messages. Its answers with tool calls have signed thinking, which must come back with the result."""
+    """The Messages API. Answers with tool calls have signed thinking, which must come back with the result."""
 
     model = "claude-sonnet-4-5-20250929"
 

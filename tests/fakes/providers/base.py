@@ -32,7 +32,7 @@ class Scripted:
     written: int = 0
     thinking_tokens: int = 5
     counts: bool = True
-    """Whether it reports the tokens."""
+    """Whether the answer reports the numbers of its tokens."""
     cut: bool = False
     """The stream breaks off before its end."""
     error_in_stream: bool = False
@@ -47,7 +47,7 @@ class Refused:
     kind: str = "overloaded_error"
     headers: Mapping[str, str] = field(default_factory=dict)
     delay: str | None = None
-    """Google's RetryInfo."""
+    """Delay in Google's RetryInfo, such as `16.2s`."""
 
 
 class Malformed(Exception):

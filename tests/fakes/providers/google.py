@@ -15,7 +15,7 @@ _CONTENT_FIELDS = {"contents": google.Content, "tools": google.Tool, "safetySett
 
 
 class GoogleProvider(Provider):
-    """GenerateContent. Its function calls are signed, and must come back with their signatures."""
+    """The GenerateContent API. Function calls are signed, and must come back with their signatures."""
 
     model = "gemini-2.5-pro"
 

@@ -31,7 +31,7 @@ _PARTS = {
 
 
 class OpenAIProvider(Provider):
-    """Chat Completions and Completions. Its model keeps its reasoning to itself."""
+    """The Chat Completions and Completions APIs. The model does not show its reasoning."""
 
     model = "gpt-4.1-2025-04-14"
 
