@@ -167,7 +167,7 @@ class HermesParser:
             self._blank += text
 
     def _release(self, tags: tuple[str, ...], final: bool) -> str:
-        """Remove the buffer's text and return it, except for an end that may be the beginning of one of `tags`."""
+        """Remove the buffered text and return it. Last characters that may begin one of `tags` stay, unless `final`."""
         cut = len(self._buffer) if final else possible_start(self._buffer, tags)
         text, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return text

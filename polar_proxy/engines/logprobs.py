@@ -40,8 +40,8 @@ def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobM
     if abs(ratio - 0.5) < 0.15:
         return "processed"
     raise ValueError(
-        "returns log-probabilities that are neither raw nor processed: their difference between two tokens at "
-        f"temperature 2 is {ratio:.2f} times that at temperature 1 (1.0 or 0.5 was expected)."
+        "returns log-probabilities that are neither raw nor processed: from temperature 1 to 2, the difference between "
+        f"two tokens changed by the factor {ratio:.2f} (expected: 1.0 if raw, 0.5 if processed)."
     )
 
 

@@ -93,7 +93,8 @@ class DialogueUser:
     texts: tuple[str, ...] = ()
     """Messages of the user after the instruction, one after each turn of the agent."""
     persona: str | None = None
-    """Instead of texts: who the user is, what the user wants and knows, for the model that plays the user."""
+    """Description of the user (who the user is, wants and knows) for the model that plays the user, if there are no
+    `texts`."""
 
 
 @dataclass(frozen=True)

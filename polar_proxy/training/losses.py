@@ -322,9 +322,9 @@ def kl_to_reference(
 
     On policy (pi_theta sampled the tokens) the values of k1 and k3 are unbiased, but only the gradient of k2 is that of
     the KL. (The gradient of k1, for example, is 0 on average.) With `old_logprobs` (log mu) each estimate is multiplied
-    by r = pi_theta / mu. For k1 and k3, r has a gradient, so that value and gradient are unbiased, off policy too (k3:
-    DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it). For k2, r has no gradient: the estimate is
-    sg(r) d^2 / 2, and its gradient r d grad log pi_theta is that of the KL.
+    by r = pi_theta / mu. For k1 and k3, r is differentiated too. Both value and gradient are then unbiased, even off
+    policy (k3: DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it). For k2, r is not differentiated: the
+    estimate is sg(r) d^2 / 2, and its gradient, `r * d * grad(log pi_theta)`, is that of the KL.
 
     To bound r, each estimate is also multiplied by the constant min(1, max_ratio / r): one token that pi_theta finds
     much likelier than mu would otherwise outweigh all others.

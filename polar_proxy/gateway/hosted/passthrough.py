@@ -46,12 +46,12 @@ def check_passthrough(settings: GatewaySettings) -> None:
     """Raise UsageError for settings that change calls, because calls are passed on byte for byte."""
     if settings.hooks is not None:
         raise UsageError(
-            "Hooks cannot change calls that the engine 'passthrough' sends on byte for byte. Leave out gateway.hooks "
+            "Hooks cannot change calls that the engine 'passthrough' forwards byte for byte. Leave out gateway.hooks "
             "or that engine."
         )
     if settings.provider_tools == "remove":
         raise UsageError(
-            "The engine 'passthrough' sends calls on byte for byte, so gateway.provider_tools = 'remove' cannot remove "
+            "The engine 'passthrough' forwards calls byte for byte, so gateway.provider_tools = 'remove' cannot remove "
             "tools from them. Set it to 'refuse' or 'allow', or leave out that engine."
         )
 

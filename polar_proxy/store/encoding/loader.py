@@ -34,7 +34,7 @@ OF_SESSIONS = _c.session_id.in_(bindparam("sessions", expanding=True))
 
 @dataclass(frozen=True)
 class _Statements:
-    """The statements by which `fetch` reads the calls of one condition, in the order in which they run."""
+    """The SQL statements with which `fetch` reads the calls that match one condition, in the order they run."""
 
     calls: Select[Any]
     answers: Select[Any]
