@@ -3,9 +3,9 @@
     python benchmarks/cancel.py --json                                   # every kind that runs here; ten minutes
     python benchmarks/cancel.py --sandboxes process --repeat 2 --stages running,calling
 
-A real `polar serve --rollout-workers N` and the HTTP client. Two times, both from the request on: until all its
-rollouts have a final status in the store, and until no process, container, folder or record is left besides those of
-the sandbox pool.
+A real `polar serve --rollout-workers N` and the HTTP client. Two times are measured from the request on: until all of
+its rollouts have a final status in the store, and until no process, container, folder or record is left besides those
+of the sandbox pool.
 """
 
 from __future__ import annotations

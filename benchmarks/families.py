@@ -12,8 +12,9 @@ policy's tokenizer with each template's control tokens added, and every continue
 --vllm: nineteen families on a real vLLM with their own parsers, through a gateway (`_families/real.py`). A family takes
 a minute or more. --write runs both, and writes docs/families.md. Families that were not run keep their rows.
 
---grammars: the same families with strict tools, one call at a time, demanded calls: which answers are sampled under a
-grammar, and are these recorded as constrained (`_families/grammars.py`)? --write writes results/grammars.md.
+--grammars: the same families with requests for strict tools, for one call at a time, and for calls that must be made.
+Which answers are sampled under a grammar, and are these recorded as constrained (`_families/grammars.py`)? --write
+writes results/grammars.md.
 
 --agents: real agents on a real vLLM with a family's template and parsers, in both prompt modes (`_families/agents.py`).
 --write adds the rows to benchmarks/results/fidelity.md.

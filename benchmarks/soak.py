@@ -1,4 +1,4 @@
-"""Hundreds of thousands of calls through one `polar serve`: does memory, a descriptor or the database's log grow?
+"""Hundreds of thousands of calls through one `polar serve`: do its memory, descriptors or database log keep growing?
 
     python benchmarks/soak.py                                # 200,000 calls in 2,000 sessions, 500 at a time, on SQLite
     python benchmarks/soak.py --db postgresql
@@ -6,7 +6,8 @@
     python benchmarks/soak.py --long 100                     # 100 sessions of 200 turns that grow to 26,000 tokens
 
 The engine is scripted; some of its answers are errors, broken off or slow. Some requests are broken off, malformed or
-repeated. README.md explains the figures. The exit code is 1 if a bound is broken, and 2 if it cannot be run here.
+repeated. README.md explains the figures. The exit code is 1 if a bound is broken, and 2 if the soak
+cannot be run on this machine.
 
 The figures so far are written to the file --out every ten seconds. Its last version also has the reason why the run
 ended: it was complete, a process ended (and how), or a signal came.

@@ -1,4 +1,4 @@
-"""Cost of a training step on sequences of the builder per_call, on those of merged, and on merged ones packed as trees.
+"""Cost of a training step in three layouts: sequences of the builder per_call, of merged, and of merged as trees.
 
     polar run swe-task --instances 3 --samples 16 --harness mini-swe-agent --db groups.db
     python benchmarks/tree_packing.py --db groups.db --json     # each finished group of the database
