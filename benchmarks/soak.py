@@ -6,8 +6,8 @@
     python benchmarks/soak.py --long 100                     # 100 sessions of 200 turns that grow to 26,000 tokens
 
 The engine is scripted; some of its answers are errors, broken off or slow. Some requests are broken off, malformed or
-repeated. README.md explains the figures. The exit code is 1 if a bound is broken, and 2 if the soak
-cannot be run on this machine.
+repeated. README.md explains the figures. The exit code is 1 if a bound is broken, and 2 if the soak cannot
+be run on this machine.
 
 The figures so far are written to the file --out every ten seconds. Its last version also has the reason why the run
 ended: it was complete, a process ended (and how), or a signal came.
