@@ -402,15 +402,13 @@ class CallRecord:
     prompt_reason: str | None = None
     """Why the prompt was not continued from the base's tokens (`sessions/continuation.py` lists the reasons)."""
     base_call_id: str | None = None
-    """The base: the call whose messages and answer mean the same as the beginning of this one. Set in both
-    prompt modes."""
+    """The base: the call whose messages and answer mean the same as the beginning of this one. Set in both modes."""
     base_choice: int | None = None
     provider_conversation: str | None = None
     response_id: str | None = None
     response_items: Json | None = None
-    """Item id of a passed-through response -> kind and number of the item in this record: {"fc_67c9": "fc_0"} is the
-    first tool call. Later requests refer to these item ids, to `response_id` and to `provider_conversation`. Of
-    these, only `provider_conversation` is set in a record that is read back."""
+    """Item id of a passed-through response -> kind and number in this record ("fc_0": the first tool call). Later
+    requests refer to it, to `response_id` or to `provider_conversation`. Only the last is set in a record read back."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None
