@@ -10,6 +10,7 @@ Promises:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -91,23 +92,19 @@ class PassthroughEngine(Engine):
 
         Raises ProviderError for an error status, and EngineError if the connection breaks.
         """
-        response = await self._send("POST", raw)
-        headers = _returned_headers(response)
-        try:
-            if response.status >= 400:
-                body = await response.read()
-                raise ProviderError(_message(body, response.status), status=response.status, headers=headers, body=body)
-            yield ProviderPiece(b"", headers=headers, status=response.status)
-            while data := await response.read_some():
-                yield ProviderPiece(data)
+        async with contextlib.aclosing(self.forward("POST", raw)) as pieces:
+            first = await anext(pieces)
+            status, headers = first.status, first.headers
+            if status >= 400:
+                body = b"".join([piece.data async for piece in pieces])
+                raise ProviderError(_message(body, status), status=status, headers=headers, body=body)
+            yield first
+            async for piece in pieces:
+                yield piece
             yield ProviderPiece(b"", last=True)
-        except OSError as error:
-            raise EngineError(f"The connection to {raw.host} broke off: {error}.") from error
-        finally:
-            response.close()
 
     async def forward(self, method: str, raw: ProviderRequest) -> AsyncGenerator[ProviderPiece, None]:
-        """Send a request other than a model call, and yield the pieces of its response, whatever the status.
+        """Send a request, and yield the pieces of its response, whatever the status.
 
         The first piece has the status and the headers. Raises EngineError if the connection breaks.
         """
