@@ -183,8 +183,8 @@ class EngineSettings(_Section):
 
 
 class RouteSettings(_Section):
-    """A rule that sends calls to one of the engines in [engines]. The first rule whose conditions all hold decides; if
-    there is none, the engine of [engine] answers."""
+    """A rule that sends calls to one of the engines in [engines]. The first rule whose conditions all hold decides. A
+    call that no rule matches is answered by the engine of [engine]."""
 
     name: str = Field(min_length=1, max_length=64)
     """The rule's name, which is recorded with each call that it sends."""

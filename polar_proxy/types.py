@@ -408,7 +408,7 @@ class CallRecord:
     response_id: str | None = None
     response_items: Json | None = None
     """Item id of a passed-through response -> kind and number in this record ("fc_0": the first tool call). Later
-    requests refer to it, to `response_id` or to `provider_conversation`. Only the last is set in a record read back."""
+    requests refer to it, to `response_id` or to `provider_conversation`. Only the last is read back from the store."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None

@@ -54,9 +54,8 @@ def test_a_test_that_kills_its_process_has_failed_and_the_others_run(tmp_path: P
 
 
 def test_stops_at_the_first_failure_on_request(tmp_path: Path) -> None:
-    files = {f"test_{n}.py": FILES["test_passes.py"] for n in range(20)}
-    done = run_pytest(
-        tmp_path, {"test_0.py": FILES["test_fails.py"], **files, "test_00.py": FILES["test_fails.py"]}, "-x"
-    )
+    others = {f"test_{number}.py": FILES["test_passes.py"] for number in range(1, 21)}
+    done = run_pytest(tmp_path, {"test_0.py": FILES["test_fails.py"], **others}, "-x")
     assert "stopping after 1 failures" in done.stdout
+    assert "41 passed" not in done.stdout
     assert done.returncode == pytest.ExitCode.TESTS_FAILED

@@ -157,7 +157,7 @@ class CallbackSender:
     async def _post(self, row: CallbackRow, body: str) -> tuple[str | None, bool]:
         """Send a callback once, and return (problem, retry).
 
-        `problem` is None if the receiver accepted the callback. `retry`: whether to send it again after a problem.
+        `problem`: why sending the callback failed; None if the receiver accepted it. `retry`: whether to send it again.
         """
         stamp = int(time.time())
         headers = {

@@ -280,7 +280,8 @@ def _check_callback_url(url: str, private: bool) -> None:
 
 
 async def stream_events(context: ApiContext, job_id: str | None, position: str | None) -> StreamedResponse:
-    """Return the events after `position`; if it is None, those of the job from its start, or of all jobs from now on.
+    """Return the events after `position`. Without a position, the stream begins with the first event of the job, or, if
+    no job is named, with the next event of any job.
 
     Raises ApiError 404 if there is no such job.
     """

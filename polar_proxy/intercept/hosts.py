@@ -25,8 +25,8 @@ class PathRule:
 
     path: str
     to: str | None = None
-    """The gateway's route that serves these requests; `\\1` stands for the first group of `path`. The route decides the
-    dialect."""
+    """The gateway's route that serves these requests. `\\1` is replaced by the first group of `path`. The route decides
+    the dialect."""
     passed_on: bool = True
     """Used with `to`, when the provider answers the calls of `polar intercept`. True: these requests go through the
     gateway, whose passthrough engine passes them on. False: they go directly to the provider."""

@@ -71,7 +71,7 @@ def _error_object(body: Any) -> Mapping[str, Any]:
 
 
 def _retry_delay(error: Mapping[str, Any]) -> str | None:
-    """Return the delay in Google's RetryInfo, rounded up to whole seconds; None if there is none."""
+    """Return the delay in Google's RetryInfo, rounded up to whole seconds; None if the error names no delay."""
     details = error.get("details")
     for detail in details if isinstance(details, list) else ():
         delay = detail.get("retryDelay") if isinstance(detail, Mapping) else None

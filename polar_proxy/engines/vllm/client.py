@@ -192,7 +192,7 @@ class TokenTexts:
 
     def __init__(self, client: VllmClient, separator: int | None) -> None:
         """`separator`: a special token whose text occurs in no other token. It is put between tokens to decode many in
-        one request. If it is None, each token needs a request."""
+        one request. Without a separator, each token is decoded by a separate request."""
         self._client = client
         self._separator = separator
         self._table: dict[int, str] = {}

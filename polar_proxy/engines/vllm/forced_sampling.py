@@ -239,7 +239,7 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
 
     The server allows its grammar as an alternative to the request's (`--tool-strict-level function`), or in place of
     the request's (GLM's and Cohere's parsers). So this function sends a request with tools and a grammar that allows
-    one text only, and looks at the most likely tokens where that text begins. The server has a grammar of its own in
+    one text only, and looks at the most likely tokens where that text begins. The server adds its own grammar in
     three cases:
 
     * The text is sampled, but a second token was allowed as well.
