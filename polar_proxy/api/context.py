@@ -94,8 +94,8 @@ def make_routers() -> Routers:
 
 
 def server_state(context: ApiContext, authenticate: Authenticate | None = None) -> dict[str, Any]:
-    """Return the values that the routes read from their application. `authenticate` defaults to the API keys in the
-    store."""
+    """Return the values that the routes read from the application's state. By default, `authenticate` checks the API
+    keys in the store."""
     return {"api_context": context, "api_authenticate": authenticate or by_api_key(context.store)}
 
 
@@ -120,7 +120,7 @@ def not_found(kind: str, name: str) -> ApiError:
 
 
 async def require(kind: str, name: str, reading: Awaitable[T | None]) -> T:
-    """Await `reading` and return its result. Raises ApiError 404 if that is None."""
+    """Await `reading` and return its result. If the result is None, raise ApiError 404 about the `kind` and `name`."""
     row = await reading
     if row is None:
         raise not_found(kind, name)

@@ -24,8 +24,8 @@ from polar_proxy.tasks import Task, is_family
 def code_of_request(context: ApiContext, body: JobRequest) -> AllowedCode:
     """Return the Python code (`MODULE:NAME`) to which a job request and its tasks may refer.
 
-    A command in this process, such as `polar run`, may also refer to the code that its request names as task source or
-    harness.
+    If the request comes from a command in this process, such as `polar run`, it may also refer to the code that it
+    names as task source or harness.
     """
     named = (body.task or "", body.harness) if context.from_this_process else ()
     return context.settings.code(*named)

@@ -43,8 +43,8 @@ from polar_proxy.tasks import Task, check_task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
 _GRACE_SECONDS = 60.0
-"""A pause with `wait_idle` is provisional during the wait. It ends by itself this many seconds after the maximum wait,
-in case the process is killed meanwhile."""
+"""A pause with `wait_idle` is provisional during the wait. In case the process is killed meanwhile, the pause ends by
+itself this many seconds after the wait would have ended."""
 
 _STREAM: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}}
 
@@ -77,10 +77,10 @@ async def list_jobs(
     store: ApiStore,
     state: Annotated[
         str | None,
-        Query(description="Only jobs in this state: open, paused, done or cancelled; several separated by commas."),
+        Query(description="Only jobs in these states, separated by commas: open, paused, done, cancelled."),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs to return.")] = 20,
-    before: Annotated[str | None, Query(description="Only jobs submitted before the one with this id.")] = None,
+    before: Annotated[str | None, Query(description="Only jobs submitted before the job with this id.")] = None,
 ) -> m.JobList:
     """List jobs, newest first."""
     states = None if state is None else _read_states(state)

@@ -32,7 +32,7 @@ trainer = routers.trainer
 async def get_sessions(
     store: ApiStore,
     limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of sessions to return.")] = 20,
-    before: Annotated[str | None, Query(description="Only sessions created before the one with this id.")] = None,
+    before: Annotated[str | None, Query(description="Only sessions created before the session with this id.")] = None,
 ) -> m.SessionList:
     """List sessions, newest first."""
     return await list_sessions(store, limit=limit, before=before)
@@ -64,7 +64,7 @@ async def export_rows(
         list[str] | None, Query(description="Only the session with this id. May be given several times.")
     ] = None,
     builder: Annotated[str, Query(description="The builder: merged, per_call, tree or rescored.")] = "merged",
-    all_grades: Annotated[bool, Query(description="Also traces of the grades approximate and rejected.")] = False,
+    all_grades: Annotated[bool, Query(description="Also return traces of grade approximate or rejected.")] = False,
     advantage: Annotated[
         str,
         Query(description="Advantage function of the formats trl and tinker: grpo, dr_grpo, rloo, mc_grpo or raft."),

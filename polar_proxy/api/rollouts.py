@@ -57,7 +57,7 @@ async def list_rollouts(
     store: ApiStore,
     where: Annotated[str | None, Query(description="Conditions such as `reward>=1, harness=codex`.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of rollouts to return.")] = 100,
-    before: Annotated[str | None, Query(description="Only rollouts submitted before the one with this id.")] = None,
+    before: Annotated[str | None, Query(description="Only rollouts submitted before the rollout with this id.")] = None,
 ) -> m.RolloutList:
     """Return the newest `limit` rollouts that match the conditions, sorted from old to new."""
     rows = await store.rollouts.find(where=where, limit=limit, before=before)

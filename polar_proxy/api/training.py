@@ -100,8 +100,11 @@ async def get_run(store: ApiStore, run_id: RunId) -> m.TrainingRunDetail:
 
 
 async def _wait_for_group(context: ApiContext, request: Request, deadline: float) -> bool:
-    """Wait until a group may be ready to lease, and return True; False at the deadline, or if the server stops or the
-    client disconnects. A group leased to a disconnected client would be blocked until the lease expires."""
+    """Wait until a group may be ready to lease, and return True. Return False if the deadline comes first, the server
+    stops or the client disconnects.
+
+    A group that is leased to a disconnected client would be blocked until the lease expires.
+    """
     while (remaining := deadline - time.monotonic()) > 0 and not context.closing.is_set():
         if await request.is_disconnected():
             return False

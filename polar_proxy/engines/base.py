@@ -3,7 +3,7 @@
 Promises, each checked by the contract suite in `tests/engines/engine_contract.py`:
 
 * The first event of `sample` carries `prompt_ids`; every event carries as many log-probabilities as token ids.
-* The ids of a choice are all tokens that were sampled, including the end-of-turn token, whatever the text shows.
+* The ids of a choice include every sampled token, also the end-of-turn token and tokens that the text does not show.
 * Closing the iterator, or cancelling the task that reads it, stops the generation.
 * A request that the engine cannot serve raises `RequestError` before the first event.
 """
@@ -68,9 +68,10 @@ class Engine(ABC):
 
     @abstractmethod
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """Return the prompt's token ids as the engine's own chat template renders the conversation.
+        """Render the conversation with the engine's own chat template, and return the token ids of the prompt.
 
-        `generation=False` leaves out the tokens that open the answer. Raises RequestError if the template refuses.
+        `generation=False` leaves out the tokens that open the answer. Raises RequestError if the template refuses the
+        conversation.
         """
 
     async def accept_prompt(self, request: ChatRequest, token_ids: TokenIds) -> ExactPrompt:
@@ -84,7 +85,7 @@ class Engine(ABC):
         return ExactPrompt(token_ids)
 
     def not_carried(self, request: EngineRequest) -> tuple[str, ...]:
-        """Return the names of the request's options that the provider does not get. The call's record has them."""
+        """Return the names of the options that are not sent to the provider. The call's record lists these names."""
         return ()
 
     async def constrains(self, request: EngineRequest) -> bool:
@@ -119,8 +120,8 @@ class Engine(ABC):
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
         """Return whether the engine's rendering of a request ends with the token ids `end`.
 
-        An engine may skip this comparison for most requests if it renders in this process, and its renderings were
-        found equal to the server's.
+        An engine behind a server may render in this process, if earlier comparisons showed that the server renders the
+        same. Such an engine may skip this comparison for most requests.
         """
         return (await self.render(request))[-len(end) :] == list(end)
 
@@ -165,9 +166,9 @@ def uses_tools(request: ChatRequest) -> bool:
 def enforced_format(request: ChatRequest) -> Json | None:
     """Return the `response_format` that constrains the answer; None if the answer is free.
 
-    While the model may call tools, the answer is free: the API lets it call tools first and give the final answer in
-    that format later, and a grammar over the whole answer would forbid the tool calls. (Codex sends its
-    `--output-schema` with every request of a run.) The format is then recorded, but not enforced.
+    While the model may call tools, the answer is free, and the format is recorded but not enforced. In the API, the
+    model may call tools first and give only its final answer in the format. (Codex sends its `--output-schema` with
+    every request of a run.) A grammar over the whole answer would forbid the tool calls.
     """
     return None if uses_tools(request) else request.response_format
 

@@ -1,4 +1,4 @@
-"""The bundled policy polar-tiny: its name, what it can do, its longest answer, and a warning about other agents."""
+"""The bundled policy polar-tiny: its name, ability and maximum answer length, and a warning if other agents use it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 
 POLAR_TINY_NAME = "polar-tiny"
 MAX_ANSWER_TOKENS = 256
-"""Maximum length of an answer. Answers to mini-swe-agent are shorter; an answer to another agent might never end."""
+"""Maximum length of an answer in tokens. Answers to mini-swe-agent are shorter. An answer to another agent might never
+end without this limit."""
 ABILITY = (
     "polar-tiny, the bundled policy, can only play `polar run swe-task` with mini-swe-agent, and ends each answer "
     "after 256 tokens. For other agents serve your own model: polar serve --engine llamacpp --engine-url URL (a "

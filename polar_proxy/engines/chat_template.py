@@ -1,7 +1,7 @@
 """Render a model's chat template in this process, as Transformers and vLLM do.
 
-`ModelFiles` are the template, special tokens and tokenizer of a model's folder. A server may use
-other files. `local_rendering.py` finds out by comparing renderings.
+`ModelFiles` are the template, special tokens and tokenizer of a model's folder. A server may use other files than
+these. To find out, `local_rendering.py` compares renderings made here with the server's.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The Jinja sandbox of Transformers and vLLM, made faster: fields of messages are looked up directly, and each
-    attribute of a type is checked only once for safety."""
+    """The Jinja sandbox of Transformers and vLLM, made faster: fields of messages are looked up directly, and the
+    safety check of an attribute runs only once for each type."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -61,8 +61,8 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 ToolForm = Literal["sent", "vllm", "llamacpp"]
-"""How a tool is shown to the template. sent: unchanged. vllm: its name, description and parameters come first, in this
-order, and are null if missing. llamacpp: it has only these three fields, and they are empty if missing."""
+"""How a tool is shown to the template. `sent`: as the client sent it. `vllm`: with name, description and parameters
+first, in this order; a missing one is null. `llamacpp`: with only these three fields; a missing one is empty."""
 
 
 @dataclass(frozen=True, slots=True)

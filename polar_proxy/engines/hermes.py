@@ -94,7 +94,7 @@ class HermesParser:
     # Each state consumes a part of the buffer and returns whether the next state may consume more.
 
     def _start(self, final: bool) -> bool:
-        """State before the first text of the answer, except white space. `<think>` is a tag in this state only."""
+        """State until the answer has text other than white space. Only in this state is `<think>` a tag."""
         body = self._buffer.lstrip()
         if body.startswith(THINK):
             self._buffer = body[len(THINK) :]
@@ -167,7 +167,7 @@ class HermesParser:
             self._blank += text
 
     def _release(self, tags: tuple[str, ...], final: bool) -> str:
-        """Remove the buffered text and return it. Last characters that may begin one of `tags` stay, unless `final`."""
+        """Remove the buffered text and return it. Unless `final`, leave an end that may be the start of a tag."""
         cut = len(self._buffer) if final else possible_start(self._buffer, tags)
         text, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return text
@@ -184,7 +184,10 @@ def reasoning_kind(template: str | None, prompt: str) -> Reasoning:
 
 
 def possible_start(text: str, words: Sequence[str]) -> int:
-    """Return the start of the longest suffix of `text` that is a proper prefix of one of `words`, or else len(text)."""
+    """Return the position in `text` where the longest suffix begins that is a proper prefix of one of `words`.
+
+    Returns len(text) if there is no such suffix.
+    """
     longest = max(map(len, words), default=1) - 1
     for place in range(max(len(text) - longest, 0), len(text)):
         if any(word.startswith(text[place:]) for word in words):

@@ -1,7 +1,8 @@
 """An HTTP/1.1 client for one server, with only what an engine needs: no redirects, no compression, no cookies.
 
-Every model call passes through it, so it is a protocol on the event loop's own transport with a parser in C (httptools,
-which the gateway's server uses too). A general client costs a fifth of a whole call (benchmarks/README.md).
+Every model call passes through this client, so it has to be fast. It is a protocol on the event loop's own transport,
+and its parser is in C (httptools, which the gateway's server uses too). A general client would cost a fifth of a whole
+call (benchmarks/README.md).
 
 Promises:
 
@@ -27,7 +28,7 @@ import httptools
 
 _HIGH_WATER = 1 << 20
 _TARGET = re.compile(rb"/[!-~]*")
-"""Pattern of a path and query without spaces, line breaks and other characters that would end them in a request."""
+"""Pattern of a path with its query. It excludes spaces and line breaks, which would end the path in a request."""
 
 
 class NoResponseError(ConnectionResetError):
@@ -46,7 +47,7 @@ class HttpResponse:
         self.headers: dict[str, str] = {}
         """Header values by lower-case name."""
         self.complete = False
-        """Whether the whole body has arrived; what was not read yet can still be read."""
+        """Whether the whole body has arrived. Its unread part can still be read."""
         self.pieces: list[bytes] = []
         """Pieces of the body that arrived and were not read yet. A stream has a piece for each event."""
         self._unread = 0
@@ -97,7 +98,7 @@ class HttpResponse:
                 self._connection.pause_reading()
 
     def end(self, error: str | None = None) -> None:
-        """Wake the reader at the end of the body, which is complete if `error` is None."""
+        """Wake the reader at the end of the body. If `error` is None, the body is complete."""
         self.complete = error is None
         self._error = error
         self._arrived.set()
@@ -255,7 +256,7 @@ class HttpClient:
     async def request(self, method: str, path: str, body: bytes | None, *, fields: bytes = b"") -> HttpResponse:
         """Send a request and return the response once its headers are there. `path` follows the URL's own path.
 
-        `fields`: further header fields, each with its line break. Raises ValueError for a path that is not encoded.
+        `fields`: further header fields, each with its line break. Raises ValueError if `path` is not percent-encoded.
         """
         target = self._base + path.encode("ascii")
         if _TARGET.fullmatch(target) is None:
@@ -271,13 +272,16 @@ class HttpClient:
         self._idle.clear()
 
     def retire(self) -> None:
-        """Keep no more idle connections. Requests that are under way are answered."""
+        """Keep no more idle connections. Requests that were already sent still get their responses."""
         self._retired = True
         while self._idle:
             self._idle.pop().drop()
 
     def _pooled(self) -> _ClientConnection | None:
-        """Return the connection that became idle last, and drop any idle so long that the server may close it."""
+        """Return the connection that became idle last; None if there is none.
+
+        Connections that were idle for so long that the server may close them are dropped.
+        """
         limit = time.monotonic() - self._keep_seconds
         while self._idle:
             connection = self._idle.pop()

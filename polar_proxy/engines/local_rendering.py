@@ -64,7 +64,8 @@ class LocalRenderer(Generic[Rendering]):
         render: Render[Rendering],
         encode: Callable[[str], Rendering],
     ) -> None:
-        """`render` returns the server's rendering (ids or text). `encode` turns text rendered here into that type."""
+        """`render` returns the server's rendering, as ids or text. `encode` converts a text that was rendered here to
+        the same type."""
         self._template = template
         self._encode: Callable[[str], Rendering] = encode
         self._form = form
@@ -122,7 +123,8 @@ class LocalRenderer(Generic[Rendering]):
     async def confirm(self, request: ChatRequest) -> bool:
         """Return whether the server renders this request as this process does.
 
-        Most requests are not compared: for them, the last comparison with the same tools and template options counts.
+        Most requests are not compared. For these, return the result of the last comparison that had the same tools and
+        template options.
         """
         self._count += 1
         proved = self._proved.get(self._key(request))

@@ -1,10 +1,12 @@
 """`parallel_tool_calls = false`: the sampling of an answer ends where a second tool call begins.
 
-The same holds for every request if the chat template refuses answers with two calls, as the next prompt would fail.
+The same holds for every request if the chat template refuses answers with two calls, because the next prompt would
+fail.
 
-The agent gets one call. Tokens of a second one would be trained although no later prompt has them, and a prompt that
-continues from them would hold a call that was never answered. So the answer ends with its first call: what was sampled
-after it is dropped, and no grammar is needed. An answer that makes one call keeps its own end of turn.
+The agent gets one call. If a second call were recorded, its tokens would be trained although no later prompt has them,
+and a prompt that continues from these tokens would have a call without a result. So the answer ends with its first
+call: tokens sampled after this call are dropped, and no grammar is needed. An answer that makes one call keeps its own
+end of turn.
 """
 
 from __future__ import annotations

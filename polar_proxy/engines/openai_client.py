@@ -1,7 +1,7 @@
 """Connections to a server that speaks the OpenAI API, and the base class of the engines that use such a server.
 
-Connecting and GET requests, which ask about the server itself, have a time-out. Model calls have none here, because
-the gateway has time-outs for them (`gateway/engine_timeouts.py`).
+There is a time-out for connecting, and one for GET requests, which ask about the server itself. Model calls have no
+time-out here, because the gateway has time-outs for them (`gateway/engine_timeouts.py`).
 """
 
 from __future__ import annotations
@@ -220,7 +220,10 @@ def _describe(error: BaseException) -> str:
 
 
 def sampling_fields(sampling: Sampling, names: Sequence[str], *, stream: bool) -> Json:
-    """Return the sampling fields of a request body: the fields `names`, n, stop, logit_bias and `stream`, if set."""
+    """Return the sampling fields of a request body: n, stop, logit_bias, `stream`, and the parameters `names`.
+
+    Parameters that the request does not set are left out.
+    """
     body: Json = {name: value for name in names if (value := getattr(sampling, name)) is not None}
     if sampling.n != 1:
         body["n"] = sampling.n

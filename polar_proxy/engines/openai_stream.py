@@ -27,7 +27,8 @@ from polar_proxy.errors import EngineError, PolarError, RequestError
 from polar_proxy.types import Json, SampleEvent, Sampling, ToolDelta, TopLogprob, Usage
 
 MISSING_BELOW = -9000.0
-"""vLLM floors log-probabilities at -9999.0; no float32 softmax over real logits gives such a small value."""
+"""A log-probability below this counts as missing. vLLM floors log-probabilities at -9999.0; no float32 softmax over
+real logits gives such a small value."""
 UNKNOWN_ID = -1
 _ID_NAME = "token_id:"
 """Prefix of a token's text if the server sends ids in place of texts."""
@@ -147,14 +148,19 @@ class ChunkDecoder:
             self._usage = openai_usage(usage, chunk)
 
     def _find_prompt(self, chunk: Json, choices: Sequence[Json]) -> None:
-        """Store the prompt's ids if the chunk has them: chat answers at the top level, completions in each choice."""
+        """Store the prompt's ids if the chunk has them. A chat answer has them at the top level, a completion in each
+        choice."""
         for holder in (chunk, *choices):
             if holder.get("prompt_token_ids") is not None:
                 self._prompt = holder["prompt_token_ids"]
                 return
 
     def _add_delta(self, index: int, pending: _PendingEvent, delta: Json, out: list[SampleEvent]) -> _PendingEvent:
-        """Add a delta. An event has reasoning, text and tool calls in this order; another order starts a new event."""
+        """Add a delta to the pending event of its choice, and return the pending event.
+
+        In one event, reasoning comes before text, and text before tool calls. If the delta would break this order,
+        emit the pending event and start a new one.
+        """
         if len(delta) == 1 and pending.stage == 1 and (text := delta.get("content")):
             pending.text += text  # the most frequent case
             return pending
@@ -255,8 +261,8 @@ def openai_usage(usage: Json, answer: Json) -> Usage | None:
 def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
     """Return (first position, policy version) of each run of tokens that one version sampled.
 
-    `spans`: the `weight_versions` that vLLM sends at the end of an answer, `{"version", "start", "end"}` each. They are
-    ignored if they do not begin at the first token, have a gap or overlap.
+    `spans`: the `weight_versions` that vLLM sends at the end of an answer, `{"version", "start", "end"}` each. If the
+    spans overlap, have a gap or begin after the first token, all of them are ignored.
     """
     out: list[tuple[int, str]] = []
     end = 0
@@ -379,8 +385,8 @@ def api_error(body: Any, status: int, name: str) -> PolarError:
 class SseDecoder:
     """Decoder of an event stream into JSON. It decodes all events of one read of the socket together.
 
-    A read costs one `bytes.split` and one call of the JSON parser. An event has one token, so decoding each by itself
-    would cost more than all other work on the token.
+    A read costs one `bytes.split` and one call of the JSON parser. An event usually has one token, so
+    decoding each event by itself would cost more than all other work on its token.
     """
 
     def __init__(self, url: str) -> None:

@@ -16,7 +16,8 @@ class StopStrings:
         self.stopped_at: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return the text up to the stop string, or else all except an end that may be the beginning of one."""
+        """Return the text before the first stop string. If there is none yet, return all text except an end that may be
+        the beginning of a stop string."""
         text = self._held + text
         found = [(place, string) for string in self._strings if (place := text.find(string)) >= 0]
         if found:

@@ -61,7 +61,7 @@ class ModelHosts:
         print(json.dumps({"event": "listening", "port": addresses[0][1]}), flush=True)
 
     def paths_of(self, host: str) -> re.Pattern[str] | None:
-        """Return the pattern of those paths of a model host that go to the gateway; None for any other host."""
+        """Return the pattern of the paths of `host` that go to the gateway; None if `host` is not a model host."""
         return next((paths for names, paths in self.hosts if names.fullmatch(host.lower())), None)
 
     def report(self, event: str, host: str, **more: str) -> None:
@@ -72,7 +72,8 @@ class ModelHosts:
     # Hooks of mitmproxy
 
     def done(self) -> None:
-        """Report hosts to which the program connected without sending a request. Probably it does not trust the CA."""
+        """Report hosts to which the program connected without sending a request, probably because it does not trust the
+        CA."""
         for host in sorted(self.opened - self.asked):
             self.report("untrusted", host, reason="it closed the connection before its first request")
 

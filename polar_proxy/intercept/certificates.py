@@ -5,8 +5,8 @@ Promises:
 * The CA is made at its first use in the folder `intercept` of Polar's home. Its private key is readable by this user
   alone (mode 600), also while it is written, and is never given to a sandbox.
 * Nothing is installed in the system's or the user's own stores. Only programs that Polar starts trust the CA.
-* Variables and mounts that replace a program's certificates name a bundle of the system's certificates and this CA, so
-  hosts that are not intercepted are still verified.
+* If a variable or mount replaces a program's certificates, the replacement is a bundle of the system's certificates and
+  this CA. So hosts that are not intercepted are still verified.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def find_host(name: str) -> ModelHost | None:
 
 
 def find_path(name: str, path: str, *, names: Container[str] | None = None) -> InterceptedPath | None:
-    """Return the rule for a path (without query) of the host `name`; None if it is not a model host.
+    """Return a path (without query) of the host `name` with the rule that matches it; None if `name` is no model host.
 
     `names`: the names that count as model hosts (`host_names`). If None, every name that a pattern matches counts.
     """

@@ -27,7 +27,7 @@ from polar_proxy.temporary import temporary_folder
 from polar_proxy.types import Json
 
 Others = Literal["pass", "refuse", "list"]
-"""How to treat requests to hosts without models."""
+"""How to treat requests to hosts without models: pass them on, refuse them, or pass them on and list the hosts."""
 ADDON = Path(__file__).with_name("addon.py")
 _START_SECONDS = 60.0
 _STOP_SECONDS = 10.0
@@ -52,8 +52,8 @@ class ProxySettings:
     key: str
     """Key of the session that records the calls."""
     record: bool = False
-    """True if the provider answers: the program's own key is passed on, and the gateway gets only the requests that it
-    passes on (`PathRule.passed_on`)."""
+    """True if the provider answers. The program's own key is then passed on. The gateway gets only the requests that it
+    passes on to the provider (`PathRule.passed_on`)."""
     others: Others = "pass"
 
     def to_json(self) -> Json:

@@ -5,12 +5,12 @@ status `no_tokens`. `polar rescore` turns them into off-policy rows with the tok
 
 Promises, each with a test:
 
-* The provider gets its own wire format, whatever the client's dialect. An option that this format has no field for is
-  refused, or is named by `not_carried` and recorded with the call (`carried.py` lists both).
+* The provider gets its own wire format, whatever the client's dialect. If this format has no field for an option, the
+  request is refused, or the option's name is recorded with the call (`carried.py`).
 * The provider's key comes from the settings or the environment, goes to the provider only, and is removed from errors.
-* An error keeps its status, except that a refused key is 502: the agent's own key is not at fault. `retry-after` is
-  handed on.
-* A request is sent once. Retries and fallbacks are left to the client. The one exception: if a compatible API refuses
-  a field and names the one that it wants, the request is sent again with that field (`openai.py`). Such a refusal
-  comes before any sampling.
+* The client gets the status of the provider's error, and its `retry-after`. But if the provider refuses the
+  engine's key, the client gets 502, because the agent's own key is not at fault.
+* A request is sent once. Retries and fallbacks are left to the client. The only exception: if a compatible API
+  refuses a field, and its error names the field to use instead, the request is sent again with that field
+  (`openai.py`). Such a refusal comes before any sampling.
 """

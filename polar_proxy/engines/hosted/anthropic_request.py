@@ -64,7 +64,7 @@ def anthropic_body(request: ChatRequest, model: str, max_tokens: int, *, stream:
 
 
 def anthropic_prompt(request: ChatRequest, model: str) -> Json:
-    """Return the body's fields that determine the prompt, which are also the body of a request to count its tokens."""
+    """Return the fields of the body that determine the prompt. A request to count its tokens has the same fields."""
     leading, messages = split_system(request.messages)
     body: Json = {"model": model, "messages": _messages(messages)}
     if system := [block for message in leading for block in _input_blocks(message)]:

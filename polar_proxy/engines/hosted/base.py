@@ -19,7 +19,7 @@ from polar_proxy.errors import EngineDroppedError, EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, Usage
 
 CONTEXT_LENGTH = 128_000
-"""The context length in tokens that is reported to harnesses if the API does not state the model's own."""
+"""Context length in tokens that is reported to harnesses if the API does not state the model's context length."""
 
 
 def hosted_info(

@@ -68,8 +68,8 @@ PASSED_BETAS: Mapping[str, frozenset[str]] = {
     ),
     "google": frozenset(),
 }
-"""provider -> the beta features that are passed on: those that need no fields besides the conversation and `PASSED`,
-and run no tools at the provider.
+"""provider -> the beta features that are passed on. Such a feature needs no fields except those of the conversation
+and of `PASSED`, and runs no tools at the provider.
 Source: the values of `AnthropicBetaParam` in Anthropic's SDK."""
 
 SAMPLING: Mapping[str, frozenset[str]] = {

@@ -28,7 +28,7 @@ from polar_proxy.engines.hosted.content import (
 from polar_proxy.types import ChatRequest, ClientOptions, Json, Message, ToolCall
 
 _BUDGETS = {"minimal": 1024, "low": 1024, "medium": 8192, "high": 24_576, "xhigh": 24_576, "max": 24_576}
-"""Thinking tokens for models that take a budget instead of a level (before Gemini 3).
+"""Effort -> number of thinking tokens. For models before Gemini 3, which take a token budget instead of a level.
 Source: https://ai.google.dev/gemini-api/docs/openai"""
 _LEVELS = {"minimal": "MINIMAL", "low": "LOW", "medium": "MEDIUM", "high": "HIGH", "xhigh": "HIGH", "max": "HIGH"}
 _CONFIG = "generationConfig."
@@ -50,7 +50,7 @@ def google_body(request: ChatRequest, model: str) -> Json:
 
 
 def google_prompt(request: ChatRequest) -> Json:
-    """Return the body's fields that determine the prompt. A request to count its tokens has the same fields."""
+    """Return the fields of the body that determine the prompt. A request to count its tokens has the same fields."""
     leading, messages = split_system(request.messages)
     body: Json = {"contents": _contents(messages)}
     if system := [part for message in leading for part in _parts(message)]:

@@ -2,8 +2,8 @@
 
 Only parameters that the client set and that OpenAI documents are sent: strict APIs refuse a request for one unknown
 field. Options that steer OpenAI's own service (`carried.py`) go to OpenAI's and Azure's hosts only. Some APIs need
-other fields (`_ALTERNATIVES`). The engine begins with the common ones; if an API's refusal names one of the others,
-the engine repeats the request with that field, and uses it from then on.
+a field of `_ALTERNATIVES`. The engine sends requests without these fields at first. If an API refuses a request and
+names such a field, the engine repeats the request with the field, and uses the field from then on.
 
 On this route, OpenAI's models do not return their reasoning. Its tokens are only counted.
 """
@@ -34,9 +34,9 @@ class OpenAIEngine(HostedEngine):
     """A model of OpenAI's API or a compatible one: `async with OpenAIEngine("https://HOST/v1", model="m",
     api_key="...")`.
 
-    `url` is the API's root, with or without `/v1`; a path that ends in anything else is used as it is. `model` may be
-    left out if the API serves one model. Entering raises EngineError if the API cannot be reached or refuses the key,
-    or if `model` is needed and was left out.
+    `url` is the API's root, with or without `/v1`; a root with another path is used as it is. `model` may be left out
+    if the API serves one model. Entering raises EngineError if the API cannot be reached or refuses the key, or if
+    `model` is needed and was left out.
     """
 
     provider: ClassVar[str] = "openai"

@@ -38,7 +38,11 @@ def chat_fields(request: ChatRequest, *, reasoning: bool, official: bool) -> Jso
 
 
 def reasoning_effort(options: ClientOptions) -> str | None:
-    """Return the effort that the client asked for, or the one closest to its limit of reasoning tokens."""
+    """Return the reasoning effort that the client asked for, in OpenAI's terms (`max` is `xhigh`).
+
+    If the client set a limit of reasoning tokens instead, return the effort closest to this limit. Returns None if the
+    client set neither, or a negative limit.
+    """
     tokens = options.thinking_tokens
     if options.effort is not None:
         return "xhigh" if options.effort == "max" else options.effort

@@ -75,7 +75,7 @@ def _load(model: str) -> tiktoken.Encoding | None:
 
 
 def request_text(request: EngineRequest) -> str:
-    """Return the text of a request that the model reads (messages and tools), joined for counting its tokens."""
+    """Return all text that the model reads in a request (messages and tools), joined, for counting its tokens."""
     if not isinstance(request, ChatRequest):
         return request.prompt if isinstance(request.prompt, str) else ""
     parts = [_message_text(message) for message in request.messages]

@@ -43,7 +43,7 @@ class Vocabulary:
             self._by_text.setdefault(data, []).append(token_id)
 
     def spellings(self, text: bytes, count: int) -> list[list[int]]:
-        """Return all sequences of `count` token ids whose texts joined are `text`."""
+        """Return all sequences of `count` token ids whose texts, put together, are `text`."""
         if count == 0:
             return [] if text else [[]]
         return [
@@ -55,7 +55,8 @@ class Vocabulary:
 
 
 class LlamaCppClient(OpenAIClient):
-    """Connections to a llama-server, one per request, because after a stream the server closes them without notice."""
+    """Connections to a llama-server. Each request has its own, because the server closes a connection without notice
+    after a stream."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         super().__init__(url, api_key, keep_alive=False)
@@ -154,8 +155,8 @@ def sampling_body(sampling: Sampling, seed: int, context: int, room: int) -> Jso
     engine: penalties, temperature, min_p, top_k, top_p. The answer has at most `room` tokens.
 
     Log-probabilities are of the distribution sampled from (`post_sampling_probs`). At temperature 0 that distribution
-    has only one token, so those of temperature 1 are requested instead. Raises RequestError for an invalid setting, and
-    for presence and frequency penalties, because llama.cpp counts the prompt's tokens in them.
+    has only one token, so log-probabilities at temperature 1 are requested instead. Raises RequestError for an invalid
+    setting, and for presence and frequency penalties, because llama.cpp counts the prompt's tokens in them.
     """
     for name in _COUNTED_IN_PROMPT:
         if getattr(sampling, name):

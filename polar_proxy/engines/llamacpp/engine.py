@@ -1,15 +1,15 @@
 """`llamacpp`: llama.cpp's server over HTTP, recorded with exact token ids and log-probabilities.
 
-Every answer is sampled by `/completion` from token ids. A conversation is rendered before that: by the server
-(`/apply-template`), or in this process if the text is the same. Answers are parsed in the Hermes format; `probe.py`
-finds out whether the model's template writes tool calls in this format.
+Every answer is sampled by `/completion` from token ids. A conversation is first rendered to text: by the server
+(`/apply-template`), or in this process if comparisons showed that this gives the same text. Answers are parsed in the
+Hermes format; `probe.py` finds out whether the model's template writes tool calls in this format.
 
 The stream of a llama-server leaves out tokens that end within a character (llama.cpp's `process_token`). Each chunk
 says how many tokens were sampled, which shows such a gap. The chunk after a gap has the bytes of the whole character,
-and the missing tokens must spell them. If only one sequence of tokens does, the stream is closed, the log-probabilities
-of the missing tokens are requested, and a new request samples the rest of the answer, from the same distribution. If
-the missing tokens are uncertain, or `max_tokens` ends the answer within a character, they are recorded as unknown, so
-that the call is not trained.
+which the missing tokens must spell. If only one sequence of tokens spells these bytes, the stream is closed, the
+log-probabilities of the missing tokens are requested, and a new request samples the rest of the answer, from the same
+distribution. If the missing tokens cannot be determined, or `max_tokens` ends the answer within a character, they are
+recorded as unknown, so that the call is not trained.
 """
 
 from __future__ import annotations

@@ -69,7 +69,10 @@ async def probe_server(client: LlamaCppClient, model: str | None) -> LlamaServer
     await _require_modes(client, prompt)
     ends = await _end_of_turn(client, prompt, opened, str(props.get("eos_token") or ""))
     if not ends:
-        raise EngineError(f"{client.name} stops at no token that its chat template writes after an answer. {REFUSED}")
+        raise EngineError(
+            f"{client.name} does not stop at the token that its chat template writes after an answer, nor at the "
+            f"model's end token. {REFUSED}"
+        )
     problem = await _tools_problem(client, source)
     log.info("%s: %s slots of %d tokens", client.name, props.get("total_slots", "?"), context)
     capabilities = {"token_ids", "logprobs", "token_prompt", "score", "continue"}
@@ -184,7 +187,7 @@ async def _require_modes(client: LlamaCppClient, prompt: Sequence[int]) -> None:
 
 async def _end_of_turn(client: LlamaCppClient, prompt: Sequence[int], opened: str, end: str) -> tuple[int, ...]:
     """Return the tokens that end an answer. Candidates are the token that the template writes after an answer, and the
-    model's end token, whose text is `end`. Those at which the server does not stop are left out."""
+    model's end token, whose text is `end`. A candidate at which the server does not stop is left out."""
     whole = await client.apply_template(ChatRequest("", (_USER, Message("assistant", _ANSWER), _USER)))
     candidates = [end]
     if _ANSWER in whole:

@@ -149,9 +149,10 @@ class LocalEngine(Engine):
     def _prepare(
         self, request: EngineRequest, prompt: ExactPrompt | None, seed: int
     ) -> tuple[Generation, list[HermesParser]]:
-        """Render, tokenize and check a request, and compile its grammar. Runs in a thread, as all of it can take long.
+        """Render, tokenize and check a request, and compile its grammar.
 
-        Returns the generation and, for a conversation, one answer parser per choice. Raises RequestError.
+        Runs in a thread, because each of these steps can take long. Returns the generation and, for a conversation, one
+        answer parser per choice. Raises RequestError.
         """
         model, sampling = self.loaded, request.sampling
         parsers: list[HermesParser] = []
@@ -226,8 +227,8 @@ class LocalEngine(Engine):
 
 
 def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: those of the generation config (or else the model config), and the
-    tokenizer's own."""
+    """Return the tokens that end an answer: the end tokens of the generation config (or, if it has none, of the model
+    config), and the end token of the tokenizer."""
     found = getattr(model.generation_config, "eos_token_id", None)
     if found is None:
         found = model.config.eos_token_id

@@ -61,7 +61,8 @@ AttentionInterface.register(_ATTENTION, attend_by_sequence)
 
 
 class SequenceCache(Cache):  # type: ignore[misc]  # transformers has no stubs
-    """A Transformers cache over the KV buffers of several sequences; buffer i gets its new keys at `starts[i]`."""
+    """A Transformers cache over the KV buffers of several sequences. In buffer i, new keys and values are stored at
+    position `starts[i]` and after it."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         super().__init__(layers=[])
@@ -102,8 +103,11 @@ class PrefixCache:
         self._entries.clear()
 
     def keep(self, tokens: TokenIds, kv: torch.Tensor) -> None:
-        """Keep a copy of a KV buffer's first positions, which belong to `tokens`, unless the copy would be too short,
-        too large or already covered."""
+        """Keep a copy of a KV buffer's first positions, which belong to `tokens`.
+
+        Nothing is kept if `tokens` are fewer than MIN_REUSE or a prefix of a kept sequence, or if the copy is larger
+        than the whole cache may be.
+        """
         length = len(tokens)
         part = kv[..., :length, :]
         if length < MIN_REUSE or part.nbytes > self._entries.maxsize or self.find(tokens)[0] == length:
@@ -177,7 +181,8 @@ class ModelRunner:
         gap = float((expected - found).abs().max())
         if not gap < 1e-2 * max(1.0, float(expected.abs().max())):
             raise EngineError(
-                f"The local engine's logits differ from this model's own by {gap:.3g}. Use vLLM.", status=500
+                f"The local engine's logits differ by {gap:.3g} from those of the model's own forward pass. Use vLLM.",
+                status=500,
             )
 
     def new_kv(self, capacity: int) -> torch.Tensor:
@@ -189,7 +194,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Run a chunk of one sequence after the `start` positions that `kv` already holds.
 
-        Returns fp32 logits: with `all_logits` of all positions [chunk, vocab], else of the last position [1, vocab].
+        Returns fp32 logits: those of the last position [1, vocab], or with `all_logits` those of all positions
+        [chunk, vocab].
         """
         end = start + len(token_ids)
         positions = torch.arange(start, end)
@@ -217,7 +223,7 @@ class ModelRunner:
         return logits[:, -1]
 
     def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> Iterator[list[float]]:
-        """Yield log-probabilities of token_ids[1:] at a temperature, chunk by chunk, from a pass with its own cache."""
+        """Yield log-probabilities of token_ids[1:] at a temperature, chunk by chunk, in a KV buffer of their own."""
         ids = list(token_ids)
         kv = self.new_kv(len(ids))
         for start in range(0, len(ids) - 1, _SCORED_CHUNK):

@@ -4,8 +4,9 @@ The distribution is the softmax after these steps, in vLLM's order: logits + log
 division by temperature, min_p, top_k, top_p. At temperature 0 the most likely token is taken, top_k, top_p and min_p
 have no effect, and the log-probability is that of temperature 1.
 
-Each token takes one uniform number from its choice's own generator and inverts the cumulative distribution (float64).
-So a seed gives the same tokens whatever else is in the batch, up to the rounding of logits.
+To sample a token, one uniform number is drawn from the choice's own generator, and the cumulative distribution
+(float64) is inverted at this number. So a seed gives the same tokens whatever else is in the batch, up to the rounding
+of logits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def resolve(sampling: Sampling, defaults: Mapping[str, Any], vocab_size: int, ro
     """Return the settings with every default filled in, and the maximum length of the answer in tokens.
 
     `defaults`: the model's own generation config, used for parameters that a request leaves out (as vLLM does).
-    `room`: the upper limit of that length. Raises RequestError for an invalid setting.
+    `room`: the most tokens that an answer may have, whatever the request asks for. Raises RequestError for an invalid
+    setting.
     """
     temperature = _first(sampling.temperature, defaults.get("temperature"), 1.0)
     top_p = _first(sampling.top_p, defaults.get("top_p"), 1.0)

@@ -62,7 +62,7 @@ class ChatTokenizer:
 
     def _template_message(self, message: Message) -> Json:
         """Return a message for the template. A developer message becomes a system message if the template does not know
-        the role, because it would leave the message out."""
+        the role `developer`, because the template would leave out a message of an unknown role."""
         prepared = template_message(message)
         if message.role == "developer" and "developer" not in (self._template or ""):
             prepared["role"] = "system"

@@ -35,7 +35,10 @@ def make_decoder(raw: ProviderRequest, request: EngineRequest) -> AnswerDecoder:
 
 
 def is_end(chunk: Json) -> bool:
-    """Return whether this object of a stream ends the answer: an agent that has received it may act on the answer."""
+    """Return whether the answer is complete with this object of a stream, so that the agent may act on the answer.
+
+    Further objects may follow, such as the token counts.
+    """
     choices = chunk.get("choices") or chunk.get("candidates") or ()
     return chunk.get("type") in _FINAL_TYPES or any(
         choice.get("finish_reason") or choice.get("finishReason") for choice in choices
@@ -57,7 +60,8 @@ class BodyReader:
     """Splits a response body (server-sent events, Amazon's event stream or JSON) into JSON objects as it arrives."""
 
     def __init__(self, headers: dict[bytes, bytes], host: str) -> None:
-        """`headers`: those of the response, in lower case. The objects of a compressed body are not read."""
+        """`headers`: the headers of the response, with names in lower case. A compressed body is not read: it gives no
+        objects."""
         content_type = headers.get(b"content-type", b"").decode("latin-1")
         self._lines = SseDecoder(host) if content_type.startswith(EVENT_STREAM) else None
         self._frames = content_type.startswith(AWS_EVENT_STREAM)
@@ -110,7 +114,7 @@ class ResponseDecoder:
     """Turns a response object of the Responses API, or the events of its stream, into `SampleEvent`s.
 
     Text becomes events as it arrives. Reasoning and tool calls become one event at the end, because they are read from
-    the finished output items, by the function that reads such items in the input of a later request.
+    the finished output items. The function `read_items` reads these items, as it reads them in later requests.
     """
 
     def __init__(self, name: str, read_items: Callable[[list[Json]], Sequence[Message]]) -> None:
@@ -181,7 +185,7 @@ def _response_id(response: Json) -> str | None:
 
 
 def _item_ids(items: Sequence[Json], calls: Sequence[ToolCall]) -> Json:
-    """Return, for each output item's id, the name of the item in the record (see `CallRecord.response_items`)."""
+    """Return a mapping from the id of each output item to its name in the record (see `CallRecord.response_items`)."""
     places: Json = {call.id: f"fc_{number}" for number, call in enumerate(calls)}
     places |= {"message": "msg_0", "reasoning": "rs_0"}
     found = {}

@@ -37,8 +37,8 @@ PROVIDER_HOSTS = {
     "anthropic_messages": "api.anthropic.com",
     "google_generate_content": "generativelanguage.googleapis.com",
 }
-"""dialect -> the host for requests that name no provider's host (the agent's base URL is Polar's own). For all other
-dialects this is `OPENAI_HOST`."""
+"""dialect -> the provider's host for a request that does not name one, because the agent's base URL is Polar's own.
+A dialect that is not in this table has `OPENAI_HOST`."""
 OPENAI_HOST = "api.openai.com"
 _CONTEXT_LENGTH = 200_000
 """The context length in tokens that is reported to harnesses, because the model is not known before a request."""
@@ -46,8 +46,8 @@ _NOT_SENT = frozenset(
     {b"host", b"connection", b"content-length", b"transfer-encoding", b"accept-encoding", b"content-encoding"}
     | {b"keep-alive", b"te", b"trailer", b"upgrade", b"proxy-authorization", b"proxy-connection", b"expect"}
 )
-"""Request headers that are not passed on: those of one connection, and `accept-encoding`, because Polar cannot read a
-compressed answer."""
+"""Request headers that are not passed on: headers that concern only the connection to the agent, and
+`accept-encoding`, because Polar cannot read a compressed answer."""
 _KEYS_OF_POLAR = ("sk-polar-", "polar-admin-", "polar-trainer-", "polar_view=")
 """Texts that show one of Polar's own keys: the prefixes of session and API keys, and the web page's cookie."""
 _MOST_HOSTS = 64
@@ -148,9 +148,9 @@ class PassthroughEngine(Engine):
 
 
 class _AnswerReader:
-    """Reads the pieces of a provider's answer for the record, up to the first that Polar cannot read.
+    """Reads the pieces of a provider's answer for the record, up to the first piece that Polar cannot read.
 
-    Such a piece does not end the answer that the agent gets. After it, only the end and errors are looked for.
+    The agent gets the pieces after it, too. In these, Polar looks only for errors and for the end of the answer.
     """
 
     def __init__(self, raw: ProviderRequest, request: EngineRequest) -> None:
@@ -188,7 +188,7 @@ class _AnswerReader:
 
 
 def headers_to_send(raw: ProviderRequest) -> list[tuple[bytes, bytes]]:
-    """Return the request's headers without those of the connection between agent and Polar.
+    """Return the request's headers, except those that concern only the connection between agent and Polar.
 
     Raises RequestError if the agent sent a key of Polar instead of its own.
     """
@@ -196,8 +196,8 @@ def headers_to_send(raw: ProviderRequest) -> list[tuple[bytes, bytes]]:
     sent = (unquote(raw.target), *(value.decode("latin-1") for _, value in kept))
     if any(key in text for text in sent for key in _KEYS_OF_POLAR):
         raise RequestError(
-            "This server passes calls on to the provider, and the agent sent a key of Polar: give the agent its own "
-            "key, and start it with `polar intercept`.",
+            "This server passes calls on to the provider, which needs the agent's own key, but the agent sent a key of "
+            "Polar: give the agent its own key, and start it with `polar intercept`.",
             status=401,
             code="invalid_api_key",
         )
@@ -205,7 +205,7 @@ def headers_to_send(raw: ProviderRequest) -> list[tuple[bytes, bytes]]:
 
 
 def _returned_headers(response: HttpResponse) -> tuple[tuple[bytes, bytes], ...]:
-    """Return a response's headers without those of the connection to the provider."""
+    """Return a response's headers, except those that concern only the connection to the provider."""
     kept = [(name, value) for name, value in response.headers.items() if name not in _NOT_RETURNED]
     return tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in kept)
 

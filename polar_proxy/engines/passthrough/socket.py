@@ -1,4 +1,4 @@
-"""The WebSocket to a provider that belongs to one WebSocket of an agent."""
+"""The WebSocket between Polar and a provider. Each WebSocket of an agent has one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProviderWebSocket:
         self._url = ""
 
     async def open(self, url: str, raw: ProviderRequest) -> ClientConnection:
-        """Connect to the provider's server at `url`, or return the connection that exists already.
+        """Return a connection to the provider's server at `url`. A connection to another URL is closed first.
 
         Raises ProviderError if the provider refuses, EngineError if it cannot be reached, RequestError if the agent
         sent a key of Polar.
@@ -91,7 +91,7 @@ class ProviderWebSocket:
 
 
 def _object_in(message: bytes) -> Json:
-    """Return a message decoded from JSON; {} if it is no JSON object. Such a message is passed on all the same."""
+    """Return a message decoded from JSON; {} if it is not a JSON object. (Such a message is passed on, too.)"""
     try:
         value: object = orjson.loads(message)
     except orjson.JSONDecodeError:

@@ -1,7 +1,7 @@
 """Parse answers that were sampled from exact ids: reasoning, text and tool calls out of `/v1/completions`.
 
-The chat route parses its answers; completions are raw text. Polar parses them with the parser that was found for this
-server when the engine was entered (`parser_proof.py`): on a set of answers it agreed with the server's own chat route.
+The chat route parses its answers, but completions are raw text, which Polar has to parse. For this, the engine looks
+for a parser that agrees with the server's own chat route on a set of answers (`parser_proof.py`).
 
 * `HermesAnswerParser`: Polar's own parser, which follows the text as it arrives. A tool call is reported when it is
   complete; a cut or malformed one is reported as text.
@@ -40,7 +40,8 @@ from polar_proxy.types import (
 )
 
 _DERENDER_INTERVAL = 8
-"""A request to the derender route is sent once this many tokens, and an eighth of the answer, are unparsed."""
+"""Minimum number of unparsed tokens for a request to the derender route. In addition, at least an eighth of the answer
+so far must be unparsed."""
 
 PromptTail = Literal["open", "closed", "none"]
 """Whether a prompt's last tokens open reasoning, close it, or do neither."""
@@ -60,8 +61,8 @@ class ParserConfig:
     special_with_tools: bool
     """True if special tokens appear in the server's chat answers to requests with tools."""
     tail: PromptTail
-    """The tail of the prompts with which this configuration was verified. Used by the Hermes parser only: the others
-    see the prompt."""
+    """The tail of the prompts with which this configuration was verified. Used by the Hermes parser only, because the
+    other parsers see the prompt."""
     parsers: Parsers = (None, None)
     """Names of the server's tool parser and reasoning parser. Used by the side process only."""
 

@@ -92,7 +92,7 @@ class VllmClient(OpenAIClient):
         return await self._tokenize(body)
 
     async def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without tokens that the tokenizer adds."""
+        """Return the ids of a text. The tokenizer adds no tokens of its own, such as BOS."""
         return await self._tokenize({"prompt": text, "add_special_tokens": False})
 
     async def _tokenize(self, body: Json) -> list[int]:
@@ -240,8 +240,8 @@ def chat_body(request: ChatRequest, *, stream: bool) -> Json:
     """Return the body for `/v1/chat/completions`.
 
     `response_format` is left out while the model may call tools (see `enforced_format`), because vLLM's grammar would
-    constrain the whole answer and forbid tool calls. `parallel_tool_calls` is left out, because vLLM would hide calls
-    that were sampled, or sample under a grammar: the gateway limits the calls (`one_call.py`).
+    constrain the whole answer and forbid tool calls. `parallel_tool_calls` is left out, because vLLM would obey it by
+    hiding calls that were sampled, or by a grammar. The gateway limits the calls instead (`one_call.py`).
     """
     body = _sampling_body(request.sampling, stream) | _conversation(request)
     body["logprobs"] = True

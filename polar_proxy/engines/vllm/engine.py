@@ -266,7 +266,7 @@ class VllmEngine(LocallyRenderingEngine):
         return await self.client.decode(token_ids)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Implement `Engine.score`. The server samples one extra token, so one position of the context stays free."""
+        """Implement `Engine.score`. The server samples one more token, so the context must have room for it."""
         ids = [int(token) for token in token_ids]
         if len(ids) < 2:
             return []
@@ -284,8 +284,8 @@ class VllmEngine(LocallyRenderingEngine):
         """Return the policy version from `/weight_info`, at most a second old; None if the server has no such route.
 
         (vLLM has the route in development mode.) Every recorded call needs the version, and a request for each call
-        would cost as much as the rest of its recording. A version this old is still right, because an update of the
-        weights pauses the engine for longer than a second, or calls `weights_changed` during the pause.
+        would cost as much as the rest of its recording. A version from a second ago is still right, because an update
+        of the weights pauses the engine for longer than that, or calls `weights_changed` during the pause.
         """
         if self._weight_version is None:
             return None

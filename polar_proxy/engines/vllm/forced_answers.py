@@ -1,4 +1,4 @@
-"""Answers that a server was made to sample, and what its chat route and Polar's Hermes parser read in them."""
+"""Answers that a server was made to sample, as parsed by the server's chat route and by Polar's Hermes parser."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class ForcedAnswer:
     they come in other chunks."""
     prompt: tuple[int, ...] = ()
     own: bool = False
-    """True for a tool call in the form that the template writes, or in the form that the server's own grammar for tool
-    calls forces in its place."""
+    """True for an answer with a tool call in the template's format, or in the format that the server's own grammar for
+    tool calls forced instead."""
     cut: bool = False
     """True if `max_tokens` cut the answer. The chat route parses a cut tool call in one way in a stream and in another
     in a whole answer."""
@@ -74,7 +74,7 @@ class ForcedAnswer:
         return "length" if self.parsed.finish == "length" else "stop"
 
     def to_sample(self) -> Json:
-        """Return the answer as `ParserProcess.match` takes it."""
+        """Return the answer in the format that `ParserProcess.match` takes."""
         parsed = self.parsed
         content = {"text": parsed.text, "reasoning": parsed.reasoning, "calls": parsed.calls, "finish": parsed.finish}
         return {

@@ -115,8 +115,10 @@ class ForcedSampling:
         return replace(answer, prompt=conversation.prompt, cut=True)
 
     async def special_answer(self, frame: Json) -> ForcedAnswer:
-        """Make the server answer with special tokens only. The answer's text is empty unless chats with the fields
-        `frame` show special tokens."""
+        """Make the server answer with special tokens only, in a chat with the fields `frame`.
+
+        If such chats show special tokens, the answer has text. Otherwise its text is empty.
+        """
         body = {"logit_bias": {str(self._end): 100}, "max_tokens": 2, "ignore_eos": True}
         return replace(await self._chat("special tokens", "", frame | body), cut=True)
 
@@ -263,8 +265,11 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
 async def _forced_and_allowed(
     client: VllmClient, form: OwnForm, unwanted: Sequence[int], frame: Json, *, renders: bool
 ) -> tuple[bool, list[bool]]:
-    """Make the server sample `form`. Return whether it did, and whether it allowed each of the likeliest tokens where
-    the grammar begins. The list is empty if the server refuses the request."""
+    """Make the server sample `form`. Return whether it did, and a list about the position where the grammar begins.
+
+    The list has one element for each of the likeliest tokens there: whether the server allowed the token. The list is
+    empty if the server refuses the request.
+    """
 
     async def render(messages: list[Json], generation: bool) -> list[int]:
         return await client.render({"messages": messages, "add_generation_prompt": generation, **frame})

@@ -1,9 +1,9 @@
 """Answers as a server's own chat template writes them ("own forms"), and requests that make the server sample them.
 
 A template shows how its model writes a tool call: if a conversation is rendered with an answer that calls a tool, the
-tokens after the opening of the answer are those of the call. The server is made to sample exactly these tokens by a
-grammar that is a sequence of token ids, so control tokens can be forced too. With a reasoning parser, vLLM applies a
-grammar only after the reasoning; a bias for the token that ends the template's reasoning ends it at once.
+tokens after the opening of the answer are the tokens of the call. The server is made to sample exactly these tokens by
+a grammar that is a sequence of token ids, so control tokens can be forced too. With a reasoning parser, vLLM applies a
+grammar only after the reasoning. A bias for the token that ends reasoning in the template ends the reasoning at once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OwnForm:
     ids: tuple[int, ...]
     arguments: tuple[Json, ...]
     cut: bool = False
-    """True for an incomplete answer: `max_tokens` ends it after its last token."""
+    """True for the beginning of an answer: `max_tokens` makes the server stop after the last of `ids`."""
 
 
 @dataclass(frozen=True, slots=True)

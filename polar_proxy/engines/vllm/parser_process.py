@@ -273,7 +273,10 @@ def read_parsers(text: str | None) -> Parsers | None:
 
 
 def find_vllm_python(given: str | None) -> str | None:
-    """Return the Python of an environment with vLLM: the given one, that of the `vllm` command, or this one."""
+    """Return the path of the Python of an environment with vLLM; None if none is found.
+
+    It is `given`, or else the Python of the `vllm` command, or else that of this process if it can import vLLM.
+    """
     if given:
         return given
     command = shutil.which("vllm")

@@ -7,10 +7,10 @@ compared.
 
 These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
-given texts were sampled. The others are vLLM's own code and are compared on whatever was sampled. If tool calls in the
-template's own format were sampled, the chat route must have parsed at least one of them as a call. Some of the server's
-parsers put a grammar of their own in place of Polar's; then the calls sampled under it are compared. If no call was
-sampled, it is unknown which of vLLM's parsers the server uses.
+given texts were sampled. The other parsers are vLLM's own code and are compared on whatever was sampled. If tool calls
+in the template's own format were sampled, the chat route must have parsed at least one of them as a call. Some of the
+server's parsers put a grammar of their own in place of Polar's; then the calls sampled under that grammar are compared.
+If no call was sampled, the side process is used only if a setting names the server's parsers.
 
 The server is made to answer both a first message and a tool's result, because some parsers look at the history. If
 several of vLLM's parsers fit, they are compared with each other on random variations of the answers. The server samples
@@ -107,7 +107,8 @@ class ParserProofs:
         self._sampling = ForcedSampling(client, end=end, tools=tools)
         self._proved: dict[bytes, ParserConfig | CannotContinueError] = {}
         self.adds_grammar = adds_grammar
-        """Set to True as well if the server samples a tool call although the request's grammar allows only a text."""
+        """Whether the server samples requests with tools under a grammar of its own. A proof sets this to True if the
+        server samples a tool call although the request's grammar allows only a text."""
         self._lock = asyncio.Lock()
 
     async def config_for(self, options: Mapping[str, Any], prompt: TokenIds) -> ParserConfig:

@@ -154,7 +154,7 @@ class ParsedChoice:
         self._calls_tools = False
 
     def feed(self, token_ids: list[int], finish: str | None, chunks: Sequence[int] | None = None) -> Json:
-        """Parse these tokens one by one, or, if `chunks` is given, as many at a time as it says."""
+        """Parse these tokens one by one. If `chunks` is given, parse them in chunks with these numbers of tokens."""
         out: Json = {"text": "", "reasoning": "", "calls": [], "finish": finish}
         sizes = [size for size in chunks or () if size] or [1] * max(1, len(token_ids))
         for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
@@ -369,8 +369,8 @@ class ParserWorker:
 
 
 def vary(bodies: list[list[int]], random: Random) -> list[int]:
-    """Return one of these sequences with one to three random changes: tokens deleted, repeated, or copied from another
-    one."""
+    """Return one of these sequences with one to three random changes. A change deletes tokens, repeats tokens, or
+    inserts tokens of any of the sequences."""
     out = list(random.choice(bodies))
     for _ in range(random.randint(1, 3)):
         place, size = random.randint(0, len(out)), random.randint(1, 6)

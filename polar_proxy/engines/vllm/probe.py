@@ -1,7 +1,7 @@
 """Find out by test requests what a vLLM server can really do, before any of its answers is recorded.
 
-Servers silently accept unknown fields, so only what was seen in an answer counts as supported. A probe is
-two dozen requests of one to four tokens, and those of `parser_proof.py`.
+Servers silently accept unknown fields, so only what was seen in an answer counts as supported. A probe sends
+about two dozen requests that sample one to four tokens each. `parser_proof.py` sends further requests.
 """
 
 from __future__ import annotations
@@ -301,7 +301,8 @@ class ServerProbe:
     async def _renders(self, *, tools: bool) -> bool:
         """Return whether test conversations are rendered to the prompt ids of the chat route.
 
-        A conversation that both refuse counts as rendered alike; the first one must be rendered.
+        A conversation that the renderer and the chat route both refuse counts as rendered alike. But the conversation
+        `USER` must not be refused.
         """
 
         async def equal(messages: list[Json], **fields: Any) -> bool:
@@ -346,8 +347,8 @@ class ServerProbe:
         Candidates are the tokens that the template writes after a finished message and not after an unfinished one, or
         else those that begin the next message (GLM). Some of them, such as a line break, do not end an answer. So a
         bias makes the server sample each in turn, and the first at which it stops by itself is returned. If the side
-        process renders, the candidates are the stop tokens of the model's configuration: gpt-oss writes another token
-        after past answers than the one at which it stops.
+        process renders, the candidates are the stop tokens of the model's configuration. (The token that gpt-oss's
+        format writes after past answers is not the one at which the server stops.)
         """
         for end in await self._end_candidates():
             if await stops_at(self._client, end):

@@ -1,4 +1,4 @@
-"""Find the `vllm serve` command for a model: the parsers that read answers in the format of its chat template.
+"""Find the `vllm serve` command for a model, with the parsers that read answers in the format of its chat template.
 
 No server is needed. The model's template writes answers with reasoning and tool calls (`own_forms.py`), and vLLM's
 parsers are tried on their tokens in a side process (`parser_process.py`).
