@@ -1,4 +1,5 @@
-"""`polar key`, `session`, `service` and `db`: API keys, sessions, pausing servers, and maintenance of the database."""
+"""`polar key`, `session`, `service` and `db`: API keys, sessions, pauses of servers, and maintenance of the
+database."""
 
 from __future__ import annotations
 
@@ -296,7 +297,8 @@ def prune(
 
 @db_app.command("verify")
 def verify(db: options.Db = None, as_json: options.AsJson = False) -> None:
-    """Check that all stored data can be decoded and matches its hashes and counts. The exit code is 1 if not."""
+    """Check that all stored data can be decoded and matches its hashes and counts. The exit code is 1 if a fault was
+    found."""
     with progress_bars() as update:
         faults = with_store(load_settings(db), lambda store: store.maintenance.verify(update))
     lines = [one_line(f"{fault.what}: {fault.problem}") for fault in faults]

@@ -211,7 +211,8 @@ def _exit_with(error: Exception) -> NoReturn:
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that are printed without a traceback. It imports modules, so call it after an error only."""
+    """Return the errors that are printed without a traceback. This function imports modules, so call it only after an
+    error."""
     from harness_adapters.base import HarnessError
     from sandboxes.base import SandboxError
 

@@ -62,8 +62,9 @@ def load_settings(
 def import_named_code(*names: str | None) -> None:
     """Import the modules of names `module:object` if they are in the current folder, where `python -m` finds modules.
 
-    Only for names that the user typed. The folder is on the module path during these imports only, so that names in
-    tasks, requests and settings files are not looked up there. Raises UsageError if a module cannot be imported.
+    Call it only with names that the user typed. The folder is on the module path during these imports only, so that
+    names in tasks, requests and settings files are not looked up there. Raises UsageError if a module cannot be
+    imported.
     """
     folder = os.getcwd()
     for name in names:
@@ -87,7 +88,7 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
 def load_client_settings(url: str | None, db: str | None) -> Settings:
     """Return the settings of a command that takes --url or --db; each of these overrides both POLAR_URL and POLAR_DB.
 
-    Raises UsageError if both are given.
+    Raises UsageError if both options are given.
     """
     if url is not None and db is not None:
         raise UsageError("Give --url (a server) or --db (a database), not both.")
@@ -98,7 +99,8 @@ def load_client_settings(url: str | None, db: str | None) -> Settings:
 
 
 def make_request(model: type[M], **fields: Any) -> M:
-    """Return a request made of `fields`. Raises UsageError with the first problem."""
+    """Return a request of the class `model` with these fields. If a field is invalid, raise UsageError with the first
+    problem."""
     try:
         return model(**fields)
     except ValidationError as error:
@@ -159,7 +161,7 @@ def database_url(settings: Settings) -> str:
 
 
 def open_database(settings: Settings, *, create: bool = False) -> contextlib.AbstractAsyncContextManager[Store]:
-    """Return the store, not yet entered.
+    """Return the store, which the caller must enter with `async with`.
 
     With `create`, entering it creates or upgrades the database. Without `create`, a missing or older database raises
     StoreError."""

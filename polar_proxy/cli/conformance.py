@@ -57,7 +57,8 @@ def conformance(
         bool,
         typer.Option(
             "--fidelity",
-            help="Measure how prompts drift from the sampled tokens instead. scripts/fidelity.sh starts vLLM for this.",
+            help="Instead of the checks, measure how prompts drift from the sampled tokens. scripts/fidelity.sh starts "
+            "vLLM for this.",
         ),
     ] = False,
     template: Annotated[

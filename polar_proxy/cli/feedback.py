@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from polar_proxy.api_models import Remark
     from polar_proxy.client import AsyncClient
 
-Target = Annotated[str, typer.Argument(metavar="ROLLOUT|SESSION", help="Id of a rollout, or of a session without one.")]
+Target = Annotated[
+    str, typer.Argument(metavar="ROLLOUT|SESSION", help="Id of a rollout, or of a session without a rollout.")
+]
 
 
 def reward(

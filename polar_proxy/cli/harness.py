@@ -124,7 +124,8 @@ def add(
     file: Annotated[Path, typer.Argument(help="TOML file that describes an agent.")],
     as_json: options.AsJson = False,
 ) -> None:
-    """Add an agent of your own by a TOML file: how to install, connect and start it. Adding it again replaces it.
+    """Add an agent of your own. A TOML file describes how to install, connect and start it. Adding an agent again
+    replaces it.
 
     The file is checked and copied to the folder of installed harnesses, where you can remove it. examples/harnesses has
     five files to begin with.
@@ -197,7 +198,7 @@ def check(
     version: VersionOption = None,
     sandbox: options.Sandbox = "auto",
     no_install: Annotated[
-        bool, typer.Option("--no-install", help="If it is not installed, only print how to install it.")
+        bool, typer.Option("--no-install", help="If the harness is not installed, only print how to install it.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:

@@ -66,7 +66,7 @@ def _run(settings: Settings, session: AgentSession, command: list[str], others: 
 
 
 class ProxyEvents:
-    """Prints the proxy's failures and refusals, and collects the hosts in `others` that are not model hosts."""
+    """Prints the proxy's failures and refusals, and collects in `others` the hosts that are not model hosts."""
 
     def __init__(self, program: str) -> None:
         self._program = program

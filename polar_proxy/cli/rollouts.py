@@ -131,7 +131,7 @@ def run(
         check_task(original.task, code)
         print_note(f"repeats {original.row.rollout_id} of {original.row.engine}, model {original.row.model}")
     else:
-        raise UsageError("Give either TASK, or --repeat-of without TASK, --seed and --instances.")
+        raise UsageError("Give TASK or --repeat-of, not both. --seed and --instances need TASK.")
     url = display_url(database_url(settings))
 
     def report(rows: list[RolloutRow]) -> None:
@@ -359,7 +359,10 @@ async def _watch(
 
 def events(
     job: Annotated[
-        str | None, typer.Argument(help="A job's id: print its events until it has ended. Default: all jobs, endless.")
+        str | None,
+        typer.Argument(
+            help="A job's id: print its events until it has ended. Default: print the events of all jobs until Ctrl-C."
+        ),
     ] = None,
     after: Annotated[str | None, typer.Option(help="Continue after the event with this id.")] = None,
     url: options.Url = None,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def top(
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two readings.")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two updates of the view.")] = 2.0,
     url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,

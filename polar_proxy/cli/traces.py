@@ -59,8 +59,8 @@ def build(
     on_drift: Annotated[
         str,
         typer.Option(
-            help="How the builder merged treats a prompt that differs from the sampled tokens: split (opens a new "
-            "trace), canonical (joins it anyway; the trace is approximate) or rescore (as canonical, with "
+            help="With --builder merged, how to treat a prompt that differs from the sampled tokens: split (opens a "
+            "new trace), canonical (joins it anyway; the trace is approximate) or rescore (as canonical, with "
             "log-probabilities by --engine).",
         ),
     ] = "split",
@@ -78,7 +78,7 @@ def build(
     if ids and where is not None:
         raise UsageError("Give either ids or --where, not both.")
     if on_drift == "rescore" and engine is None:
-        raise UsageError("--on-drift rescore scores with an engine: name it with --engine.")
+        raise UsageError("--on-drift rescore needs an engine that scores tokens: name it with --engine.")
     import_named_code(engine)
     settings = load_settings(db, engine={"kind": engine, "url": engine_url, "model": model})
 

@@ -10,7 +10,8 @@
 `v_messages`, `v_answers` and `v_tokens` have one row per message, answer and sampled token. Packed cells need their
 context (the messages or tokens before them), so the functions take the id of a call, not a cell.
 
-A PostgreSQL server cannot run these functions. There, SQL sees tables and the stored views; `polar_proxy.read` unpacks.
+A PostgreSQL server cannot run these functions. There, SQL sees the tables and the stored views, and only
+`polar_proxy.read` unpacks texts and tokens.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ async def _run_on_postgres(store: Store, sql: str, limit: int, seconds: float) -
 
 
 class _CallReader:
-    """The functions of SQL. They run in the query's thread, and read calls in the event loop of the store."""
+    """The SQL functions, such as `messages`. They run in the query's thread, and read calls in the event loop of the
+    store."""
 
     def __init__(self, store: Store, loop: asyncio.AbstractEventLoop) -> None:
         self._store, self._loop = store, loop

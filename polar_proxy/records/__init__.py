@@ -35,7 +35,8 @@ _CALL_FIELDS = (
 
 
 def convert(model: type[M], row: object, **more: object) -> M:
-    """Return an instance of the model: each field has its value in `more`, or the row's attribute of the same name."""
+    """Return an instance of the model. The value of each field is taken from `more` or, if it is not there, from the
+    row's attribute of the same name."""
     shared = {name: getattr(row, name) for name in model.model_fields if name not in more and hasattr(row, name)}
     return model.model_validate({**shared, **more})
 
@@ -218,8 +219,8 @@ async def _session(
 async def _texts_of_calls(
     calls: Sequence[CallRecord], settings: EngineSettings, engine: Engine | None
 ) -> tuple[dict[str, list[list[str]]], str | None]:
-    """Return call id -> the token texts of the call's answers. If there are calls without texts, also return the
-    reason, else None."""
+    """Return call id -> the token texts of the call's answers, and the reason why some calls have no texts (None if all
+    have texts)."""
     from polar_proxy.engines.token_texts import NoTextsError, token_texts
 
     groups: dict[EngineInfo | None, list[CallRecord]] = defaultdict(list)
@@ -261,7 +262,8 @@ def _split_answers(call: CallRecord) -> list[list[str]] | None:
 def _call_detail(call: CallRecord, texts: list[list[str]] | None, problem: str | None) -> m.CallDetail:
     """Return all data of a call.
 
-    `messages` and `tools` are in the dialect's own form, as the agent sent them; `conversation` has both in OpenAI's.
+    `messages` and `tools` are in the format of the API that the agent called, exactly as the agent sent them.
+    `conversation` has messages and tools in OpenAI's format.
     """
     from polar_proxy.export.conversations import conversation
     from polar_proxy.records.story import call_choices

@@ -13,11 +13,11 @@ _POLL_SECONDS = 0.5
 
 
 async def follow_events(store: Store, job_id: str | None, after: str | None) -> AsyncIterator[list[m.Event]]:
-    """Return an iterator that polls for events. Each item is a list of the new ones, which may be empty.
+    """Return an iterator that polls for events. Each item is a list of new events, which may be empty.
 
-    With `job_id`: the events of this job from its start, until the event `end`. Without: the events of all jobs from
-    now on, without end. If `after` is given, only the events after the one with this id. Raises UsageError if it is not
-    the id of an event.
+    With `job_id`: the events of this job from its start to the event `end`. Without `job_id`: the events of all jobs
+    from now on; the iterator never ends. `after`: begin after the event with this id. Raises UsageError if `after` is
+    not the id of an event.
     """
     start = await store.job_events.start(job_id) if after is None else EventCursor.parse(after)
     return _read_events(store, job_id, start)

@@ -23,10 +23,11 @@ COMMAND_LENGTH = 120
 def session_calls(
     summaries: Sequence[CallSummary], calls: Sequence[CallRecord], texts: dict[str, list[list[str]]] | None
 ) -> list[m.SessionCall]:
-    """Return the calls of a session, each with what it adds. `summaries` and `calls` are in the same order.
+    """Return the calls of a session, each with its answer and with the messages that its parent does not have.
 
-    `texts`: the token texts of each call's answers by call id; the calls then have their tokens. Time and size are
-    O(new messages), because a message that a call shares with its parent is left out.
+    `summaries` and `calls` are in the same order. `texts`: call id -> the token texts of the call's answers. If `texts`
+    is given, the returned calls also have their tokens. Time and size are O(new messages), because a message that a
+    call shares with its parent is left out.
     """
     records = {call.call_id: call for call in calls}
     reader = _NewMessages()
@@ -77,7 +78,7 @@ def last_command(message: Message) -> str:
 
 
 class _NewMessages:
-    """Finds the messages of each call that its parent does not have. Messages are parsed once."""
+    """Finds the messages of a call that are not in the call's parent. Messages are parsed once."""
 
     def __init__(self) -> None:
         self._last_parsed: dict[str, ParsedRequest] = {}
@@ -106,7 +107,8 @@ class _NewMessages:
 
 
 def _without_answer(new: Sequence[Message], shared: int) -> Iterator[Message]:
-    """Yield the new messages without the parent's answer at their beginning, which is shown with the parent."""
+    """Yield the new messages. If they begin with the parent's answer, leave it out, because it is shown with the
+    parent."""
     answer = bool(shared)
     for message in new:
         answer = answer and message.role == "assistant"

@@ -1,10 +1,10 @@
 """Checkpoints of a SQLite file: a thread copies the write-ahead log into the file while commits go on.
 
-A checkpoint waits for the disk (60 to 340 ms for 50 MB of log). SQLite itself makes a checkpoint in the commit
-that finds the log too long, and this commit and all later ones wait for it. Here a thread copies the log, and the next
-commit after that copies only what was added meanwhile. The next transaction then starts the log again from its
-beginning. If a reader still needs a part of the log, the thread and then a commit copy again later.
-See https://www.sqlite.org/wal.html#ckpt.
+A checkpoint waits for the disk (60 to 340 ms for 50 MB of log). SQLite's automatic checkpoint is part of the commit
+that finds the log too long: this commit and all later ones wait for the disk. Here a thread copies the log. The first
+commit after that copies only what was added meanwhile, and the next transaction starts the log again from its
+beginning. If a reader still needs a part of the log, the log is not started again: a later checkpoint copies what is
+left, again first in the thread and then in a commit. See https://www.sqlite.org/wal.html#ckpt.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Copies the write-ahead log of a SQLite file into the file when it has become long.
+    """Copies the write-ahead log of a SQLite file into the file when the log has become long.
 
     The connections that write must not copy the log themselves (`wal_autocheckpoint=0`). When they start the log again
-    from its beginning, they must truncate its file (`journal_size_limit=0`), because the length of the log's file
-    decides when to copy.
+    from its beginning, they must truncate the log's file (`journal_size_limit=0`), because its length decides when to
+    copy.
     """
 
     def __init__(self, path: Path, *, log_bytes: int = _LOG_BYTES, pause: float = _PAUSE_SECONDS) -> None:
@@ -43,7 +43,11 @@ class Checkpointer:
         """Time by the monotonic clock before which no checkpoint begins."""
 
     def after_commit(self) -> None:
-        """Begin a checkpoint, or end the one that the thread has made. Call it in the thread that commits."""
+        """Begin a checkpoint in the thread if the log is long. If the thread has finished a checkpoint, copy what was
+        added to the log meanwhile.
+
+        Call this method in the thread that commits.
+        """
         if self._running is not None:
             if self._running.done():
                 self._running = None

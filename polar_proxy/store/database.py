@@ -51,8 +51,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 _RECONNECT_SECONDS = 45.0
-"""How long to wait for a PostgreSQL server that was reached before and may be restarting, unless the caller has less
-patience."""
+"""Default of `patience`: seconds to wait for a PostgreSQL server that was reached before and may be restarting."""
 _CONNECT_SECONDS = 3.0
 _PROBE_SECONDS = 1.2
 _RECENT_SECONDS = 1.0
@@ -82,9 +81,10 @@ class UnstorableValueError(StoreError):
 class _WriteLock:
     """Lets the SQLite writers of this process take turns: either the worker thread writes, or one other writer.
 
-    Transactions of the worker thread wait here only for another writer that runs or came first. They do not wait for
-    each other, because the thread runs them one after the other anyway. If they waited, each would begin only when the
-    event loop has learned that the previous one has ended. In a busy loop, that takes much longer than the transaction.
+    Transactions of the worker thread wait here only for a writer outside of this thread that is writing or came first.
+    They do not wait for each other, because the thread runs them one after the other anyway. If they waited, each would
+    begin only when the event loop has learned that the previous one has ended. In a busy loop, that takes much longer
+    than the transaction.
     """
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class Database:
             return await asyncio.to_thread(work)
 
     def _turn(self) -> AbstractAsyncContextManager[None]:
-        """Let one SQLite writer of this process at a time into the block. PostgreSQL needs no turns."""
+        """Let the SQLite writers of this process into the block one at a time. PostgreSQL needs no turns."""
         return nullcontext() if self.path is None else self._write_lock.other()
 
     @asynccontextmanager
@@ -294,8 +294,8 @@ class Database:
         """Write a row and commit, on a separate connection. Raises StoreError if nothing can be stored now.
 
         If a write of this process ended in the last second, nothing is written (for SQLite, only the free space is
-        checked). A probe that times out or does not get SQLite's lock raises nothing if a write of this process ended
-        meanwhile or is still running: under load, such writes have the lock most of the time.
+        checked). Under load, the writes of this process hold SQLite's lock most of the time. So if the probe times out
+        or does not get the lock, no error is raised if such a write ended meanwhile or is still running.
         """
         began = time.monotonic()
         try:

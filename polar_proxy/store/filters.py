@@ -69,7 +69,7 @@ def parse_where(text: str) -> list[ColumnElement[bool]]:
 def parse_conditions(text: str) -> list[Condition]:
     """Parse conditions joined by `,` or `and`, in time linear in the text. Raises UsageError for anything else."""
     if len(text) > _LONGEST:
-        raise UsageError(f"The conditions have {len(text)} characters; at most {_LONGEST} are read.")
+        raise UsageError(f"The conditions have {len(text)} characters; at most {_LONGEST} are allowed.")
     return [_condition(part) for part in map(str.strip, re.split(r",|\band\b", text)) if part]
 
 

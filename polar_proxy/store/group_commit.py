@@ -30,7 +30,7 @@ from polar_proxy.store.repositories.conversations import append_items
 from polar_proxy.types import CallRecord
 
 PATIENCE_SECONDS = 3.0
-"""How long a commit or an announcement waits for a server that is away."""
+"""Seconds that a commit or an announcement waits for a database server that is unavailable."""
 _DEFAULT_BUILDER = "merged"
 """The builder whose traces are made when a rollout ends."""
 LATE_CALL = "a call of another gateway was recorded after the end of the rollout; the rollout must not be trained on"
@@ -95,14 +95,17 @@ class GroupCommit:
             lane.serializer = CallSerializer(size // 2)
 
     async def stop(self) -> None:
-        """Write what is still waiting, and refuse more."""
+        """Write the calls that still wait, and refuse further calls."""
         self._stopped = True
         for lane in (self._lane, self._large_lane):
             await lane.writer.stop()
         self._thread.close()
 
     def add(self, record: CallRecord, *, large: bool = False) -> asyncio.Future[None]:
-        """Hand a record over; the future is resolved after its commit."""
+        """Queue a record, and return a future that is resolved after the commit.
+
+        `large`: make the rows in a separate thread. Raises StoreError after `stop`.
+        """
         if self._stopped:
             raise StoreError(f"The call {record.call_id} was not recorded: the store is already closed")
         return (self._large_lane if large else self._lane).writer.add(record)
@@ -177,9 +180,9 @@ class GroupCommit:
     def _settle_open_calls(self, connection: Connection, call_ids: set[str]) -> None:
         """Delete the announcements of committed calls, in the transaction of the commit.
 
-        The end of a session removes its remaining announcements, so a call without one is late. If its rollout has
-        ended, a late call is excluded from the traces, and if the rollout's last attempt made it, the rollout becomes
-        incomplete.
+        The end of a session removes its remaining announcements, so a committed call that has no announcement is late.
+        If its rollout has ended, a late call is excluded from the traces, and if the rollout's last attempt made it,
+        the rollout becomes incomplete.
         """
         deleted = delete(schema.open_calls).where(_o.call_id.in_(call_ids)).returning(_o.call_id)
         late = call_ids - set(connection.scalars(deleted))

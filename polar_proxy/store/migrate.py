@@ -37,7 +37,8 @@ _migration_lock = threading.Lock()
 async def open_database(url: str, *, create: bool = True) -> AsyncIterator[Database]:
     """Open a database. Create it first if it is missing or empty, or upgrade it if it has an older revision.
 
-    Without `create`, a missing, empty or older database raises StoreError instead. A newer one always does.
+    Without `create`, a missing, empty or older database raises StoreError instead. A newer database always raises
+    StoreError.
     """
     database = Database(normalise_url(url))
     try:

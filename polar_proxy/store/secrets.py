@@ -50,14 +50,15 @@ _DIGIT = re.compile(r"\d")
 class SecretForm(NamedTuple):
     """A form of secrets that is recognised in text.
 
-    The time of a search is linear in the length of the text, for any text. To this end, some patterns also match text
-    that only begins like a secret, so that it is not scanned a second time; such a match is replaced by itself.
+    The time of a search is linear in the length of the text, for any text. For this, some patterns also match text that
+    only begins like a secret, because text that was matched is not scanned a second time. Such a match is left
+    unchanged.
     """
 
     name: str
     signs: tuple[str, ...]
-    """Texts in lower case. Every match contains at least one of them, in any case, so a text without them is not
-    scanned."""
+    """Texts in lower case. Every match of `pattern` contains at least one of them, in upper or lower case. So a text
+    that contains none of them is not scanned."""
     pattern: re.Pattern[str]
     replacement: str | Callable[[re.Match[str]], str] = REMOVED
 

@@ -75,7 +75,7 @@ def test_a_repetition_is_submitted() -> None:
     assert [row["task_id"] for row in rows] == [original["task_id"]] * 2
     for arguments in (("swe-task", "--repeat-of", original["rollout_id"]), ()):
         assert "ive one of task, task_specs and repeat_of" in polar_error("submit", *arguments)
-        assert "Give either TASK, or --repeat-of" in polar_error("run", *arguments)
+        assert "Give TASK or --repeat-of, not both" in polar_error("run", *arguments)
 
 
 def test_seed_and_instances_submit_the_instances_from_the_seed_on() -> None:

@@ -159,7 +159,8 @@ class RolloutProgressView:
 
 @dataclass(slots=True)
 class WatchedRollout:
-    """A rollout of a watched job. `since` is the start of its stage, `started` that of the rollout (epoch seconds)."""
+    """A rollout of a watched job. `since`: when its stage began. `started`: when the attempt began. Both in seconds
+    since the epoch."""
 
     stage: str
     task: str

@@ -230,7 +230,8 @@ def _token_summary(choice: CallChoice) -> str:
 
 
 def _token_lines(choice: CallChoice) -> str:
-    """Return one line for each token: id:log-probability and, as JSON, its text. Without texts, return a single line.
+    """Return one line for each token, as `ID:LOGPROB TEXT` with the text as JSON. Without texts, return all
+    `ID:LOGPROB` in a single line.
 
     Tokens of hosted answers have no ids: their lines have the position of the token's first character, and its text.
     """

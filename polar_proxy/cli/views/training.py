@@ -1,5 +1,5 @@
-"""A training run: its curves as sparklines, counts of left-out data, the time left, and live the rollouts of the
-current step."""
+"""The view of a training run: its curves as sparklines, counts of the data that was left out, and the remaining time.
+While the run goes on, also the rollouts of the current step."""
 
 from __future__ import annotations
 

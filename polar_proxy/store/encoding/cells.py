@@ -43,19 +43,20 @@ from polar_proxy.types import Logprobs, TokenIds
 
 _IDS, _LOGPROBS = 1, 2
 CONTEXT = 32_768
-"""Number of bytes of preceding content in the dictionary: the window of deflate. Part of the format."""
+"""Maximum number of bytes of preceding content in the dictionary, which is the size of deflate's window. Part of the
+format."""
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 
 _MIN_LENGTH = 32
-"""Length in bytes below which a body is stored uncompressed, because a zstd frame of so short a body is never shorter
-than the body."""
+"""Length in bytes below which a body is stored uncompressed, because zstd rarely makes such a short body shorter."""
 _MAX_LENGTH = 512 << 20
 """Length in bytes above which a body is refused when it is read, because only a forged cell has such a body."""
 _MIN_CAPACITY = 1024
 
 
 class CellCodec:
-    """Codec of cells, the packed values of binary columns. Only one thread at a time may use it (zstd contexts)."""
+    """Codec of cells, the packed values of binary columns. Use a codec in one thread at a time, because its zstd
+    contexts are not thread-safe."""
 
     def __init__(self, level: int = 3) -> None:
         self._compressor = zstandard.ZstdCompressor(level=level)
@@ -82,7 +83,7 @@ class CellCodec:
         return ids_from_bytes(*self.unpack_id_bytes(cell, before))
 
     def unpack_id_bytes(self, cell: bytes, before: TokenIds | TokenPrefix = NO_IDS) -> tuple[bytes, int]:
-        """Return the ids as little-endian bytes and the bytes per id (see `ids_from_bytes`)."""
+        """Return the ids as little-endian bytes, and the number of bytes per id (see `ids_from_bytes`)."""
         dictionary: bytes | bytearray = b""
         if len(cell) > 1 and cell[1] & DEFLATE:
             width = cell[1] >> 3 & 7
@@ -203,19 +204,19 @@ def change_width(body: bytes | bytearray, old: int, new: int) -> bytes | bytearr
 class _TokenBuffer:
     """A growing sequence of tokens; `size` is their number so far.
 
-    The tokens are kept as bytes, because they are read and compared as bytes. `array` converts them to ids when a
-    caller needs these.
+    The tokens are kept as bytes, because they are read and compared as bytes. `array` converts the bytes to ids when a
+    caller needs ids.
     """
 
     __slots__ = ("_array", "_bytes", "_filled", "size", "width")
 
     def __init__(self, content: bytes | bytearray = b"", width: int = 1) -> None:
         self.width = width
-        """Number of bytes per token: that of the widest piece so far."""
+        """Number of bytes per token. It grows to the largest width in which tokens were appended or read."""
         self.size = len(content) // width
         self._bytes = {width: bytearray(content)}
-        """Bytes per token -> tokens as bytes of that width. Under `self.width` these are all tokens; under another
-        width, only as many of the first tokens as were needed so far."""
+        """Width (bytes per token) -> the tokens in this width. The entry of `self.width` has all tokens. The entry of
+        another width has only the first tokens, as many as were needed so far."""
         self._array: TokenIds = np.empty(0, dtype=np.int32)
         self._filled = 0
 
@@ -238,7 +239,7 @@ class _TokenBuffer:
         self.size += len(piece) // self.width
 
     def array(self, size: int) -> TokenIds:
-        """Return the first `size` tokens. Earlier views stay valid."""
+        """Return the first `size` tokens, int32 [size]. Arrays that were returned earlier stay valid."""
         if self._filled < size:
             start, end = self._filled, self.size
             if end > len(self._array):

@@ -73,7 +73,7 @@ def node_id(parent: bytes | None, kind: NodeKind, content: bytes | memoryview) -
 def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | None = None) -> list[ChainNode]:
     """Return the nodes of a conversation, or the single node of a list of tools, root first.
 
-    `after`: the parent of the first node; None if that is a root.
+    `after`: the parent of the first node; None if the first node is a root.
     """
     nodes: list[ChainNode] = []
     parent = None if after is None else after.id
@@ -89,8 +89,8 @@ def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | No
 def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: ChainNode | None = None) -> list[ChainNode]:
     """Return the nodes of a prompt (int32 [n]), root first; none for an empty prompt.
 
-    `after`: the last node of the chain of the first `after.chain_length` ids, which `cut_segments` has cut. Only the
-    nodes after this node are returned.
+    `after`: the node at which the first `after.chain_length` ids of the prompt end, at a cut of `cut_segments`. Only
+    the nodes that follow it are returned.
     """
     little = np.ascontiguousarray(ids, dtype="<i4")
     raw = little.data.cast("B")

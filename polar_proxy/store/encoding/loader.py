@@ -29,7 +29,8 @@ _COPIED = tuple(name for name in SAME_COLUMNS if name not in _TEXT)
 
 OF_SESSION = _c.session_id == bindparam("session")
 OF_SESSIONS = _c.session_id.in_(bindparam("sessions", expanding=True))
-"""Conditions for `fetch`. They are constants, so that `fetch` builds their statements only once (`_statements`)."""
+"""A condition for `fetch`, as `OF_SESSION` is. Both are constants, so that `fetch` builds the statements for each of
+them only once (`_statements`)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def fetch(
     *,
     text: bool = True,
 ) -> CallLoader:
-    """Read all rows of the calls that meet `where` (a condition on `calls`) by five statements. Each shared node is
+    """Read all rows of the calls that meet `where` (a condition on `calls`) with five statements. Each shared node is
     read once.
 
     `values`: the values of the bound parameters in `where`. Without `text` the records have tokens, but no messages,
@@ -90,7 +91,10 @@ def fetch_nodes(
     heads: Select[Any] | CompoundSelect[Any],
     values: Mapping[str, object] = MappingProxyType({}),
 ) -> Sequence[Any]:
-    """Read all nodes of the chains that end at `heads` (a query for `node_id`), each once."""
+    """Read all nodes of some chains. A node of several chains is read once.
+
+    `heads`: a query that selects, as `node_id`, the last node of each chain.
+    """
     nodes: Sequence[Any] = connection.execute(_nodes_of_chains(heads), values).all()
     return nodes
 
@@ -134,7 +138,8 @@ class CallLoader:
         self._contents: dict[bytes, bytes] = {}
         self._conversations: dict[bytes | None, tuple[bytes, ...]] = {None: ()}
         self._last_context: tuple[bytes | None, bytes] = (None, b"")
-        """The node and the context of the last conversation; the next one usually continues it."""
+        """The last node of the conversation that was read last, and its context (see `_context`). The next conversation
+        usually continues this one."""
         self._prompts: dict[bytes | None, TokenPrefix] = {None: TokenPrefix.empty()}
         self._engines: dict[bytes, EngineInfo] = {}
         self._tails: dict[bytes, tuple[bytes, int]] = {}
@@ -208,7 +213,7 @@ class CallLoader:
         return self._shared[key]
 
     def node(self, node: bytes) -> Any:
-        """Return a row of `nodes`. Raises StoreError if it is missing."""
+        """Return the row of the node with this id. Raises StoreError if the row is missing."""
         if node not in self._nodes:
             raise StoreError(f"The node {node.hex()} of a stored chain is missing: the database is damaged")
         return self._nodes[node]

@@ -87,7 +87,8 @@ class RowBatch:
         counters.last_call_at = max(counters.last_call_at, record.ended_at)
 
     def node_rows(self) -> list[TableRow]:
-        """Return the rows with parents first, then by id, so that two gateways on PostgreSQL cannot deadlock."""
+        """Return the rows of the nodes, ordered by depth (parents first) and then by id, so that two gateways on
+        PostgreSQL cannot deadlock."""
         return [row for _, _, row in sorted((depth, key, row) for key, (depth, row) in self.nodes.items())]
 
     def session_rows(self) -> list[TableRow]:
@@ -119,7 +120,8 @@ class CallSerializer:
         self._clean_tools: LRUCache[bytes, bytes] = LRUCache(_CACHED_TOOL_LISTS)
 
     def serialize(self, records: Sequence[CallRecord]) -> SerializedCalls:
-        """Return the rows of all records that can be stored, and the error of each other record by its position."""
+        """Return the rows of all records that can be stored, and position -> error for the records that cannot be
+        stored."""
         batch = RowBatch()
         refused: dict[int, Exception] = {}
         for position, record in enumerate(records):

@@ -3,8 +3,8 @@
 Promises:
 
 * An archive is imported completely, in one transaction, or not at all. Importing it again changes nothing.
-* What is stored does not change. Nothing is imported if a row of the archive differs from the stored row, or would be a
-  new row of a stored session, rollout or training run, or of a group of this database's own jobs.
+* What is stored does not change. Nothing is imported if a row of the archive differs from the stored row with the same
+  key, or if it would be added to a stored session, rollout or training run, or to a group of this database's own jobs.
 * Nothing that was imported can be run, opened or delivered. Rollouts that had not ended arrive as cancelled; keys,
   claims and deliveries are left out; groups that hold overflow for later become ordinary groups; jobs, leases and
   callbacks are not read at all.
@@ -149,7 +149,8 @@ async def single_file(path: Path) -> AsyncIterator[Database]:
 
 
 def parents_first(table: Table) -> list[ColumnElement[Any]]:
-    """Return the columns that order a table's rows: each node that has content comes after its parent."""
+    """Return the columns by which a table's rows are ordered. For `nodes`, they put each node with content after its
+    parent. For other tables, they are the primary key."""
     # `chain_length` grows along a chain, except at empty nodes.
     return [table.c.chain_length, table.c.length.desc()] if table.name == "nodes" else list(table.primary_key.columns)
 
@@ -227,7 +228,8 @@ class _Transfer:
     async def check_sessions(self) -> None:
         """Refuse new sessions of rollouts that were stored before the import.
 
-        `_check_owners` cannot refuse them: sessions are imported before rollouts, so it does not know the new rollouts.
+        `_check_owners` cannot do this: sessions are imported before rollouts, so the new rollouts are not known when it
+        checks the sessions.
         """
         s, r = schema.sessions.c, schema.rollouts.c
         new = sorted(self._new["sessions"])
@@ -286,7 +288,7 @@ def _as_imported(table: Table, row: Mapping[Any, Any]) -> dict[str, Any]:
 def _order_nodes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows with each parent before its children.
 
-    The query has ordered them so already (see `parents_first`), except for nodes without content."""
+    The rows come in this order already (see `parents_first`), except nodes without content."""
     waiting = {row["node_id"]: row for row in rows}
     ordered: list[dict[str, Any]] = []
     for row in rows:

@@ -338,5 +338,5 @@ def _check_sizes(target: sqlite3.Connection, unpacked_limit: int) -> None:
         (found,) = target.execute(query).fetchone()
         if found > limit:
             raise ForgedRowError(
-                f"Nothing was imported: its {what} are too large for an archive of this size ({found})"
+                f"Nothing was imported: the {what} in the archive are too large for an archive of this size ({found})"
             )

@@ -119,9 +119,9 @@ class MaintenanceRepository(Repository):
         Sessions that have no rollout are deleted too if their last call was before `before`. All data of these rollouts
         and sessions is deleted, except nodes, settings and engines (see `vacuum`).
 
-        Rollouts without a final status stay. A session without a rollout that is not closed stays, but empty, so that
-        its key remains valid. With `where`, only rollouts that meet these conditions are deleted with their sessions;
-        sessions without a rollout stay.
+        Rollouts without a final status stay. If a session without a rollout is not closed yet, only its data is
+        deleted: the session stays, so that its key remains valid. With `where`, only rollouts that meet these
+        conditions are deleted with their sessions; sessions without a rollout stay.
         """
         pruned = PruneResult()
         conditions = [*_old_rollout(before), *(parse_where(where) if where else [])]

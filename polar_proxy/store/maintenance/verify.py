@@ -47,10 +47,10 @@ Faults = AsyncIterator[IntegrityFault]
 async def verify(database: Database, artifacts: Path, progress: ProgressCallback = no_progress) -> list[IntegrityFault]:
     """Check every row of a database and return all faults.
 
-    It checks the hashes of chains, settings and engines; the references and counts of calls, traces and sessions; that
-    every packed cell can be unpacked; and the artifacts on disk. Reads only, and all from one snapshot, so that rows
-    which another process writes or deletes meanwhile do not count as faults. The file of a pruned artifact may be
-    missing.
+    The check covers the hashes of chains, settings and engines, the references and counts of calls, traces and
+    sessions, the packed cells (each one is unpacked), and the artifacts on disk. Nothing is written. All rows are read
+    from one snapshot, so that rows which another process writes or deletes meanwhile do not count as faults. The file
+    of a pruned artifact may be missing.
     """
     seen: set[bytes] = set()
     async with database.reading() as connection:

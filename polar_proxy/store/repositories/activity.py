@@ -74,7 +74,7 @@ class ActivityRepository(Repository):
         return {name: int(value or 0) for name, value in counts.items()}
 
     async def sessions(self, seconds: float) -> list[ActiveSessionRow]:
-        """Return the sessions with a call that ended in the last `seconds`, the latest used first."""
+        """Return the sessions with a call that ended in the last `seconds`, the most recently used first."""
         recent = select(_c.session_id).where(_recent_calls, _c.ended_at >= time.time() - seconds)
         columns = [_s[name] for name in ActiveSessionRow.__dataclass_fields__]
         query = select(*columns).where(_s.session_id.in_(recent)).order_by(_s.last_call_at.desc()).limit(_LISTED)

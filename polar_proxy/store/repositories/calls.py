@@ -153,9 +153,9 @@ class CallRepository(Repository):
     def commit(self, record: CallRecord, *, large: bool = False) -> asyncio.Future[None]:
         """Store a call, and return a future that is done when the call is committed.
 
-        The future, or this method if the store is closed, raises StoreError if the call cannot be stored. With `large`,
-        the rows of the call are made in a separate thread, so that other calls need not wait for that. In the record,
-        `prompt_ids` and `token_ids` are int32, and `logprobs` float32 with one value per token.
+        The future raises StoreError if the call cannot be stored. This method raises StoreError if the store is closed.
+        With `large`, the rows of the call are made in a separate thread, so that other calls need not wait for that. In
+        the record, `prompt_ids` and `token_ids` are int32, and `logprobs` float32 with one value per token.
         """
         return self._writer.add(record, large=large)
 
@@ -172,7 +172,8 @@ class CallRepository(Repository):
         return await self._load(_some_calls, {"session": session_id, "wanted": list(call_ids)})
 
     async def with_provider_turns(self, session_id: str) -> list[CallRecord]:
-        """Return the calls of a session that have an answer with signatures of its provider, ordered by start."""
+        """Return the session's calls that have a signed answer of a provider (`Choice.provider_turn`), ordered by
+        start."""
         return await self._load(_calls_with_turns, {"session": session_id})
 
     async def find_response(self, session_id: str, response_id: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Conversations of the Responses API: items that a client keeps at the server and adds to call by call.
+"""Conversations of the Responses API. Polar keeps the items of a conversation, and each call may add items.
 
 The items that a call adds are written in the transaction that commits the call. So a conversation has every answer that
 its client got, and no answer that is not recorded.
@@ -93,7 +93,8 @@ class ConversationRepository(Repository):
     async def create(
         self, session_id: str, metadata: Json, items: Sequence[ConversationItem], *, provider_id: str | None = None
     ) -> ConversationRow:
-        """Store a new conversation. `provider_id`: its id at the provider that keeps it."""
+        """Store a new conversation. `provider_id`: the id of the conversation at its provider, if the provider keeps
+        it."""
         identity, at_provider = provider_id or new_id("conv"), provider_id is not None
         row = ConversationRow(identity, session_id, json_without_secrets(metadata), time.time(), at_provider)
         values = {column.name: getattr(row, column.name) for column in _c}

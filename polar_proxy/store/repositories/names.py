@@ -43,8 +43,8 @@ class NameRepository(Repository):
     async def find(self, name: str) -> RecordName:
         """Return the record that `name` means.
 
-        Tried in this order: an id, `last`, a label, the beginning of ids and labels. Raises UnknownNameError
-        if no record has the name, and UsageError if several have it.
+        `name` is its id, `last`, its label, or the beginning of its id or label, tried in this order. Raises
+        UnknownNameError if no record has the name, and UsageError if several have it.
         """
         for kind, prefix, column in _KINDS:
             if name.startswith(prefix) and (found := await self._names(_of_id(kind, column).where(column == name))):

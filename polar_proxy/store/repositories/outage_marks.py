@@ -5,7 +5,7 @@ Promises:
 
 * A mark survives `kill -9` of its process. (It does not wait for the disk, so it may not survive a loss of power.)
 * A mark needs no free space on the disk: each process reserves its file when it starts.
-* The next process that opens the store writes the marks of dead processes into it, before it reads anything.
+* The next process that opens the database first writes the marks of dead processes into it.
 
 A living process holds a lock on its file. Processes on other machines see a mark once the database has it.
 """
@@ -24,15 +24,16 @@ from polar_proxy.errors import StoreError
 from polar_proxy.types import new_id
 
 _RESERVED_BYTES = 1 << 18
-"""Size of the reserved file, which is enough for about 3,000 sessions. Further ones need free space on the disk."""
+"""Size of the reserved file, which is enough for about 3,000 sessions. Marks of further sessions need free space on the
+disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutageMark:
     """A session that lost a call.
 
-    `key_hash`: the hash of the session's key, if it is unknown whether the session itself is stored. Such a session is
-    stored together with its mark.
+    `key_hash`: the hash of the session's key, if the session itself may not be stored yet. The session is then stored
+    together with its mark. None if the session is stored.
     """
 
     session_id: str
@@ -109,9 +110,10 @@ class OutageMarks:
             self._marked.clear()
 
     def of_dead_processes(self) -> Iterator[tuple[OutageMark, ...]]:
-        """Yield the marks of each dead process, and remove its file when the next ones are requested.
+        """Yield the marks of one dead process after another. The file of a process is removed when the caller asks for
+        the next marks.
 
-        So the caller must write the marks into the database before it continues.
+        So the caller must write the marks into the database first.
         """
         for file in sorted(self._folder.glob(f"{self._prefix}*")):
             try:

@@ -22,7 +22,7 @@ _a = schema.remarks.c
 
 @dataclass(frozen=True, slots=True)
 class RemarkRow:
-    """One remark. `text` is that of a label or note, `value` that of a rating."""
+    """One remark. `text`: the label or the note. `value`: the rating, 1 to 5."""
 
     remark_id: str
     rollout_id: str | None
@@ -47,7 +47,7 @@ class RemarkRepository(Repository):
         text: str = "",
         rating: float | None = None,
     ) -> str:
-        """Store a remark and return its id. The newest label and rating are also in the row of their record.
+        """Store a remark and return its id. The newest label and rating are also in the row of the rollout or session.
 
         Raises UsageError for an empty or too long text, and for a rating that is not from 1 to 5.
         """
@@ -61,7 +61,7 @@ class RemarkRepository(Repository):
         elif not text:
             raise UsageError(f"The {kind} is empty.")
         elif len(text) > _LONGEST_NOTE:
-            raise UsageError(f"The {kind} has {len(text)} characters; at most {_LONGEST_NOTE} are stored.")
+            raise UsageError(f"The {kind} has {len(text)} characters; at most {_LONGEST_NOTE} are allowed.")
         row = RemarkRow(
             new_id("rem"),
             rollout_id,

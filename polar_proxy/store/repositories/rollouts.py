@@ -179,7 +179,7 @@ class RolloutRepository(Repository):
         before: str | None = None,
         builder: str = _DEFAULT_BUILDER,
     ) -> list[RolloutRow]:
-        """Return the rollouts that meet all conditions, oldest first. With `limit`, return only that many, the newest.
+        """Return the rollouts that meet all conditions, oldest first. `limit`: return only the newest `limit` rollouts.
 
         `where`: text such as `reward>=1, harness=codex` (see `filters.parse_where`). `before`: only rollouts created
         before this one. `builder`: the builder whose traces are counted.
@@ -199,8 +199,8 @@ class RolloutRepository(Repository):
         return (await self._rows(RolloutRow, query.limit(limit)))[::-1]
 
     async def explain_no_match(self, where: str) -> str:
-        """Return why no rollout matches: the number of matches of each condition and, where that is 0, the values that
-        its field has."""
+        """Return a text that explains why no rollout matches. It states how many rollouts meet each condition and, for
+        a condition that none meets, the values that the field has."""
         total = await self._count()
         if not total:
             return "The database has no rollouts."
@@ -218,7 +218,7 @@ class RolloutRepository(Repository):
         return int(number)
 
     async def _describe_values(self, name: str) -> str:
-        """Return the range of a number, or the most frequent values of another field with their counts."""
+        """Return the range of a numeric field, or the most frequent values of another field, each with its count."""
         column = column_of(name)
         joined = _rollouts_with_sessions.join(schema.tasks, _t.task_id == _r.task_id)
         if is_number(name):

@@ -22,10 +22,11 @@ from polar_proxy.types import Json, new_id
 log = logging.getLogger(__name__)
 
 SessionOrigin = Literal["key", "open", "rollout", "user"]
-"""Created by `polar session new`, by an unknown key on the loopback interface, for a rollout, or for the model that
-plays the user of a dialogue. Exports contain a session of the last kind only if that session is named."""
+"""How a session was created. `key`: by `polar session new` or the API. `open`: by an unknown key on the loopback
+interface. `rollout`: for a rollout. `user`: for the model that plays the user of a dialogue; exports contain such a
+session only if it is named."""
 IncompleteReason = Literal["unrecorded_calls"]
-"""Why a session must not be trained on: calls were answered that could not be recorded."""
+"""Reason why a session must not be trained on: some calls were answered but could not be recorded."""
 ApiRole = Literal["admin", "trainer"]
 
 _s = schema.sessions.c
@@ -43,7 +44,7 @@ class SessionRow:
     closed_at: float | None
     incomplete: IncompleteReason | None
     spent: str | None = None
-    """The limit of the session's budget that was reached."""
+    """Name of the budget limit that the session reached; None if it has reached none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class SessionSummary:
     closed_at: float | None
     incomplete: IncompleteReason | None
     spent: str | None
-    """The limit of the session's budget that was reached."""
+    """Name of the budget limit that the session reached; None if it has reached none."""
     calls: int
     failed_calls: int
     """Number of calls without a complete answer (`FAILED`)."""

@@ -1,4 +1,4 @@
-"""Traces. Their spans are stored; reading a trace assembles its tokens from the calls again.
+"""Traces. The spans of a trace are stored. Its tokens are assembled from the calls whenever the trace is read.
 
 Rescored log-probabilities are stored with their trace, because the calls do not have them.
 """
@@ -71,7 +71,7 @@ class TraceSummary:
 
     @classmethod
     def of(cls, trace: Trace) -> TraceSummary:
-        """Return the summary of a trace that is not stored, so that it has no certificate."""
+        """Return the summary of a trace that is not stored and therefore has no certificate."""
         same = {name: getattr(trace, name) for name in _SAME_COLUMNS}
         return cls(
             **same,
@@ -199,8 +199,8 @@ class TraceRepository(Repository):
         return bool(await self._scalars(query))
 
     async def set_audit(self, trace_id: str, grade: str, audit: Json) -> None:
-        """Store the result of an audit in the trace's certificate, and `grade` as the grade of trace and certificate.
-        Replaces an earlier audit.
+        """Store the result of an audit in the trace's certificate, and set the grade of the trace and the certificate
+        to `grade`. Replaces an earlier audit.
 
         Raises UsageError for an unknown trace (a later build may have replaced it) or one without a certificate.
         """

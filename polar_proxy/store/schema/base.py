@@ -26,7 +26,7 @@ serial = BigInteger().with_variant(Integer, "sqlite")
 
 
 class PackedJson(TypeDecorator[Any]):
-    """JSON that only Polar reads, packed to about a third of its text."""
+    """JSON that only Polar reads, packed to about a third of the size of its text."""
 
     impl = LargeBinary
     cache_ok = True

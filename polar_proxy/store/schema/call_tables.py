@@ -19,7 +19,7 @@ sessions = Table(
     Column("created_at", Double, nullable=False),
     Column("closed_at", Double),
     Column("incomplete", Text),  # machine-readable reason why it must not be trained on; null: all calls are recorded
-    Column("spent", Text),  # the limit of its budget that was reached, such as max_calls; further calls are refused
+    Column("spent", Text),  # the budget limit that the session reached, such as max_calls; further calls are refused
     # Updated in the transaction that adds the calls, so that listings need not count calls.
     counter_column("calls"),
     counter_column("failed_calls"),
@@ -43,7 +43,7 @@ open_calls = Table(
 )
 
 nodes = Table(
-    "nodes",  # messages, lists of tools and parts of prompts, each stored once; `parent_id`: the one before it
+    "nodes",  # messages, lists of tools and parts of prompts, each stored once; `parent_id`: the node before it
     metadata,
     Column("node_id", LargeBinary, primary_key=True),
     Column("parent_id", LargeBinary, ForeignKey("nodes.node_id")),
@@ -153,7 +153,7 @@ provider_ids = Table(
 )
 
 conversations = Table(
-    "conversations",  # of the Responses API: a client keeps the items there and adds to them call by call
+    "conversations",  # conversations of the Responses API; Polar keeps their items, and each call may add items
     metadata,
     Column("conversation_id", Text, primary_key=True),
     Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False, index=True),

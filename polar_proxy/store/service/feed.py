@@ -185,7 +185,8 @@ class FeedRepository(Repository):
         await self._end(lease_id, "returned", "waiting")
 
     async def extend(self, lease_id: str, seconds: float) -> float:
-        """Extend the lease to `seconds` from now and return the new end. Raises LeaseExpiredError if it is over."""
+        """Extend the lease to `seconds` from now and return the new end. Raises LeaseExpiredError if the lease has
+        ended."""
         now = time.time()
 
         def write(connection: Connection) -> None:

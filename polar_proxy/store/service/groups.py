@@ -26,9 +26,10 @@ from polar_proxy.store.service.queue import cancel_rollouts, not_ending
 from polar_proxy.types import Json, new_id
 
 KEEP_OVERFLOW = {"overflow": "keep"}
-"""The configuration of groups whose overflow is carried over and that accept overflow of other groups."""
+"""An entry in a group's configuration. The overflow of such a group is carried over, and the group accepts overflow of
+other groups."""
 HOLDING_FOR = "holding_for"
-"""In the configuration of a holding group: the id of the group that its rollouts come from."""
+"""Key in the configuration of a holding group. The value is the id of the group from which its rollouts come."""
 
 _r = schema.rollouts.c
 _g = schema.groups.c

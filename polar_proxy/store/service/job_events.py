@@ -42,7 +42,8 @@ _b, _j = schema.callbacks.c, schema.jobs.c
 
 @dataclass(frozen=True, slots=True)
 class EventCursor:
-    """A position in the stream: the last event read of `rollout_events` and of `job_events`."""
+    """A position in the stream: the numbers of the last events that were read from `rollout_events` (`stage`) and from
+    `job_events` (`job`)."""
 
     stage: int = 0
     job: int = 0
@@ -101,7 +102,8 @@ class JobEventRepository(Repository):
     """Events of jobs, groups and rollouts in one stream."""
 
     async def start(self, job_id: str | None = None) -> EventCursor:
-        """Return the position before the first event of the job; without `job_id`, that after the last event so far."""
+        """Return the position before the first event of the job. Without `job_id`, return the position after the last
+        event so far."""
         if job_id is None:
             return await self._position(func.max, None)
         first = await self._position(func.min, job_id)
@@ -240,9 +242,9 @@ def _merge(
 ) -> Iterator[Row[Any]]:
     """Merge the rows of two ordered sequences by time.
 
-    If a sequence has more rows than were read (`more_...`), the merge stops after the last one that was read: the next
-    one may come before the remaining rows of the other sequence. At equal times, rollout events come after the opening
-    of the job and before its end, which they cause.
+    `more_...`: the sequence may have more rows than were read. The merge then stops after the last row that was read
+    from this sequence, because its next row may come before the remaining rows of the other sequence. At equal times,
+    rollout events come after the opening of the job and before its end, which they cause.
     """
     of_rollouts, of_jobs = deque(rollout_rows), deque(job_rows)
     while of_rollouts and of_jobs:

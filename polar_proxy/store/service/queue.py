@@ -140,7 +140,7 @@ class QueueRepository(Repository):
         return set(await self._scalars(query))
 
     async def reclaim_from(self, worker: str, *, attempts: int) -> dict[str, int]:
-        """Queue or end all rollouts of a worker that is known to be dead, as `reclaim_expired` does."""
+        """Do what `reclaim_expired` does, for all rollouts of a worker that is known to be dead."""
         return await self._reclaim(and_(_r.claimed_by == worker, _within(None)), attempts)
 
     async def _reclaim(self, which: ColumnElement[bool], attempts: int) -> dict[str, int]:
@@ -167,7 +167,8 @@ class FleetRow:
     """The pause state of the fleet (all servers). Times in seconds since the epoch."""
 
     paused_at: float | None
-    """When the pause began, even if it has ended since; None if there was no pause or it was ended by a resume."""
+    """When the last pause began, even if it has ended by itself since. None if there was no pause, or if a resume ended
+    it."""
     paused_until: float | None
     """When the pause ends by itself; None if it lasts until it is resumed."""
 
@@ -323,7 +324,7 @@ def _requeue(
     """Queue rollouts for another attempt, or cancel those whose cancellation was requested. Return rollout id -> number
     of the next attempt (0: cancelled).
 
-    `counts=False`: the next attempt takes the number of this one, whose stages are removed."""
+    `counts=False`: the next attempt takes the number of the present attempt, whose stages are removed."""
     query = select(_r.rollout_id, _r.status, _r.attempt, _r.cause).where(which, ~_final).with_for_update()
     rows = connection.execute(query).all()
     attempts = {row.rollout_id: 0 if row.cause == CANCEL_REQUESTED else row.attempt + counts for row in rows}
