@@ -51,7 +51,7 @@ class GatewayLimits(_Section):
     body_seconds: float = Field(300.0, gt=0)
     """Maximum time from the end of a request's headers to the end of its body."""
     body_rate_kb: float = Field(1.0, ge=0)
-    """Slowest rate of a request body in KiB/s, measured over each `body_window_seconds`."""
+    """Minimum rate of a request body in KiB/s, measured over each `body_window_seconds`. A slower body is refused."""
     body_window_seconds: float = Field(20.0, gt=0)
     """Time over which the rate of a request body is measured. A body that pauses for longer is refused."""
     unread_seconds: float = Field(120.0, gt=0)
@@ -125,9 +125,9 @@ class GatewaySettings(_Section):
     retry_grace_seconds: float = Field(2.0, ge=0)
     """How long to continue an answer after its client disconnected, so that a retry can take it over."""
     temperature: float | None = Field(None, ge=0)
-    """Sampling temperature for sessions without one. Their calls are then sampled without top_p, top_k, min_p,
-    penalties and logit_bias, even if the agents ask for these. Without this setting, the traces of agents that ask for
-    these are only `approximate`."""
+    """Sampling temperature for sessions that do not set one themselves. Their calls are then sampled without top_p,
+    top_k, min_p, penalties and logit_bias, even if the agents ask for them. Without this setting, the traces of agents
+    that ask for these parameters are at best `approximate`."""
     prompt_mode: PromptMode = "continue"
     """`continue`: if possible, a prompt is the exact tokens of the call that it extends, followed by the tokens of the
     new messages. `render`: the engine renders every request from its messages."""
@@ -162,24 +162,25 @@ class EngineSettings(_Section):
     """`local`, `vllm`, `llamacpp` (a llama-server), `openai` (or a compatible API), `anthropic`, `google`,
     `passthrough` (each call goes to the provider that the agent addresses), or module:Class."""
     url: str | None = None
-    """URL of the engine (not local). Default for openai, anthropic and google: the provider's own API."""
+    """URL of the engine (all kinds but `local`). Default for openai, anthropic and google: the provider's own API."""
     model: str | None = None
     """local: a folder of weights, by default the bundled polar-tiny. Others: the name of the served model."""
     api_key: str | None = Field(None, repr=False)
-    """Key for the engine (not local). Best set as POLAR_ENGINE__API_KEY; Polar never writes it anywhere. Default for
-    openai, anthropic and google: the variable that the provider's own SDK reads (OPENAI_API_KEY, ANTHROPIC_API_KEY,
-    GEMINI_API_KEY or GOOGLE_API_KEY)."""
+    """Key for the engine (all kinds but `local`). Best set as POLAR_ENGINE__API_KEY; Polar never writes it anywhere.
+    Default for openai, anthropic and google: the variable that the provider's own SDK reads (OPENAI_API_KEY,
+    ANTHROPIC_API_KEY, GEMINI_API_KEY or GOOGLE_API_KEY)."""
     model_folder: str | None = None
-    """A folder with the model's configuration, tokenizer and chat template (vllm), for servers whose own folder is on
-    another machine. With a folder Polar renders conversations itself; without one it asks the server, several times per
-    call."""
+    """For `vllm`: a folder with the model's configuration, tokenizer and chat template, if the server's own folder is
+    on another machine. With a folder, Polar renders conversations itself. Without one, Polar asks the server, several
+    times per call."""
     vllm_python: str | None = None
-    """Python of an environment that has vLLM (vllm). Polar needs vLLM's parsers to read answers of models whose tool
-    calls have another form than Hermes'. Default: the Python of the `vllm` command, or Polar's own if it has vLLM."""
+    """For `vllm`: the Python of an environment in which vLLM is installed. Polar needs vLLM's parsers to read answers
+    of models whose tool calls are not in Hermes' format. Default: the Python of the `vllm` command, or Polar's own if
+    it has vLLM."""
     vllm_parsers: str | None = None
-    """Names of the server's tool parser and reasoning parser as given to `vllm serve`, in the form TOOL/REASONING
-    (vllm); either may be empty. Needed only if the model needs vLLM's parsers (see `vllm_python`) and Polar's tests of
-    the server do not show which parsers the server uses."""
+    """For `vllm`: the names of the server's tool parser and reasoning parser as given to `vllm serve`, in the form
+    TOOL/REASONING; either may be empty. Needed only if the model needs vLLM's parsers (see `vllm_python`) and Polar's
+    tests of the server do not show which parsers the server uses."""
 
 
 class RouteSettings(_Section):
@@ -233,9 +234,9 @@ class SandboxSettings(_Section):
     open_files: int = Field(16_384, ge=64)
     """Maximum number of open files of each process."""
     self_test: Literal["refuse", "warn", "off"] = "refuse"
-    """Test each kind of sandbox except `process` for escapes before its first use; the default kind already when a
-    service starts. `refuse`: do not use a kind from which an escape was found. `warn`: use it and log a warning.
-    `off`: do not test."""
+    """Before a kind of sandbox is first used, test whether programs can break out of it. The default kind is tested as
+    soon as a service starts; `process`, which isolates nothing, is never tested. `refuse`: do not use a kind that
+    programs can break out of. `warn`: use it and log a warning. `off`: do not test."""
     docker_runtime: Literal["auto", "runc", "runsc"] = "auto"
     """Runtime of Docker containers. `auto`: gVisor (`runsc`) if the engine has it, otherwise the engine's default."""
     build_network: bool = False
@@ -272,7 +273,7 @@ class TelemetrySettings(_Section):
     queue: int = Field(2048, ge=1)
     """Number of calls and rollouts that may wait for the endpoint. Further ones are not traced."""
     service_name: str = "polar"
-    """The name under which this server appears."""
+    """The name of this server in the traces."""
 
 
 class ApiSettings(_Section):
@@ -298,8 +299,9 @@ class AdmissionSettings(_Section):
     """Conditions under which a server starts no further agent. If no agent runs, one is always started."""
 
     engine_kv: float = Field(0.5, gt=0, le=1)
-    """KV-cache usage above which no new agent starts (vLLM reports it). Agents that wait for a tool do not count in it,
-    so leave room for their conversations, which should stay cached. 1 disables the check."""
+    """Used share of the KV cache, from 0 to 1, above which no new agent starts (vLLM reports it). The conversations of
+    agents that wait for a tool do not count as used. They should stay cached, so leave room for them. 1 disables the
+    check."""
     engine_queue: int = Field(16, ge=0)
     """Number of queued requests per engine replica above which no new agent starts (vLLM reports them)."""
     memory_mb: int = Field(768, ge=0)

@@ -1,9 +1,8 @@
 """The gateway's ASGI application: model routes, /v1/models, health checks, /metrics, and routers included later.
 
 Each model route is served with and without its version (such as `/v1`), because only some clients add the version to
-the base URL.
-Every route is also served below `/s/{key}`, for programs that cannot send an API key. Requests for a provider's host
-that were intercepted are mapped to these routes first (`intercepted.py`).
+the base URL. Every route is also served below `/s/{key}`, for programs that cannot send an API key. Intercepted
+requests, which were addressed to a provider's host, are first mapped to these routes (`intercepted.py`).
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _ROUTES_OF_AGENTS = re.compile(r"(/v1|/v1alpha|/v1beta)?/models(/.*)?|/healthz|/
 
 _FOREIGN_HOST = (
     "This gateway takes requests from its own machine only, and this request has the header '{}'. "
-    "If that name is right, add it to the setting gateway.allowed_hosts."
+    "If you trust this name, add it to the setting gateway.allowed_hosts."
 )
 
 
@@ -78,7 +77,7 @@ class GatewayApp:
     ) -> None:
         """`hosts`: the host names that the headers `Host` and `Origin` of a request may have; None: any.
 
-        `sandbox_hosts`: the model hosts whose requests are intercepted in sandboxes.
+        `sandbox_hosts`: the model hosts to which a sandbox's intercepted requests may go.
         """
         self._handler = handler
         self._sandbox_hosts = sandbox_hosts
@@ -236,7 +235,7 @@ class ServerParts:
     router: EngineRouter
     metrics: GatewayMetrics
     record_problem: Callable[[], Awaitable[str | None]]
-    """Returns why calls cannot be recorded, or None, within two seconds."""
+    """Returns within two seconds why calls cannot be recorded now, or None if they can."""
     started_at: int
 
     @property

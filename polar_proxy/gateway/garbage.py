@@ -1,14 +1,14 @@
-"""Garbage collection in small steps, and as a whole while no request waits.
+"""Garbage collection in small steps, and full collections while no request waits.
 
 The garbage collector of Python stops the process for about a microsecond per object that it examines, and a gateway
 with many long sessions keeps a million objects. By itself the collector starts when the number of objects has grown by
 a threshold. Once the caches are full, new entries replace old ones and the number hardly grows, so the collector
 examines nothing for a long time and then everything.
 
-* Four times a second, the objects that were made since the last step are examined. Objects that are in use then are
-  not examined again until a whole collection. A busy gateway makes so many objects that one step a second would take
-  60 ms.
-* A whole collection runs when no request is being answered, and at the latest after an hour. It is needed only for
+* Four times a second, the objects that were made since the last step are examined. Objects that are still in use at a
+  step are not examined again before the next full collection. A busy gateway makes so many objects that a step would
+  take 60 ms if there were only one a second.
+* A full collection runs when no request is being answered, and at the latest after an hour. It is needed only for
   reference cycles that were still in use when a step examined them; a call leaves none
   (`tests/gateway/test_cyclic_garbage.py`).
 * Nothing is collected while the process has disabled the collector (`gc.disable`).
@@ -27,7 +27,7 @@ _YOUNG = 1
 """The older of the two generations that a step examines."""
 _THRESHOLDS = (20_000, 50, 1_000_000)
 """Thresholds of Python's own collector, which still runs if many objects are made between two steps. The third is so
-high that the collector never begins a whole collection itself."""
+high that the collector never begins a full collection itself."""
 
 
 class GarbageCollection:
@@ -38,8 +38,8 @@ class GarbageCollection:
     ) -> None:
         """`idle` returns whether no request is being answered.
 
-        `step` is the time between two steps, in seconds. `pause` is the shortest time between two whole collections,
-        and `longest` the longest.
+        `step` is the time between two steps, in seconds. `pause` is the shortest time between two full collections, and
+        `longest` the longest.
         """
         self._idle = idle
         self._step = step

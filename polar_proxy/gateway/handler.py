@@ -182,7 +182,7 @@ class RequestHandler:
             )
 
     async def _warm_up(self, request: RequestContext, send: asgi.Send) -> None:
-        """Answer a request with `generate: false` (a warm-up): sample and record nothing, and keep its messages.
+        """Answer a warm-up (a request with `generate: false`): sample and record nothing, but keep its messages.
 
         A later request may continue from these messages.
         """
@@ -205,7 +205,8 @@ class RequestHandler:
             await self._answer_new(request, receive, send)
 
     async def _answer_new(self, request: RequestContext, receive: asgi.Receive, send: asgi.Send) -> None:
-        """Answer a request that repeats no earlier one, with a second call if the engine drops the first."""
+        """Answer a request that repeats no earlier one. If the engine drops the connection of the call, make a second
+        call."""
         buffer = self.retries.open(request)
         answered = False
         try:
@@ -245,7 +246,8 @@ class RequestHandler:
                 )
 
     async def store_spent(self, session_id: str, budget: BudgetUsage) -> None:
-        """Store that a session's budget is spent, if it is. If the store fails, the session's next call stores it."""
+        """If a session's budget is spent, write this to the store. If the store fails, the session's next call writes
+        it."""
         if budget.spent is None or budget.stored:
             return
         with contextlib.suppress(StoreError):  # the monitor logs it
@@ -361,7 +363,7 @@ class RequestHandler:
     ) -> CallOutcome:
         """Sample an answer for each call of a request (one for each choice), and return how they ended.
 
-        Raises SessionClosedError or BudgetSpentError if none may begin.
+        Raises SessionClosedError or BudgetSpentError if no call may begin, because of what other gateways did.
         """
         try:
             if self._in_flight is not None:
@@ -390,9 +392,11 @@ class RequestHandler:
         """Announce calls to the other gateways of the database.
 
         If calls of other gateways have reached the session's `max_calls`, Polar's final answer takes the place of the
-        engine's. Raises BudgetSpentError if there is no final answer (`at_budget`) or the request is passed on to its
-        provider, SessionClosedError if another gateway closed the session, and RequestError if the calls must be
-        recorded but the store fails.
+        engine's. BudgetSpentError is raised instead if the budget allows no final answer (`at_budget`), or if the
+        request is passed on to its provider.
+
+        Raises SessionClosedError if another gateway closed the session. Raises RequestError if the store fails and the
+        calls must be recorded.
         """
         session = request.session
         call_ids, max_calls = [call.call_id for call in calls], session.budget.limits.max_calls
@@ -462,7 +466,7 @@ async def _run_to_end(work: Awaitable[T]) -> T:
 
 def _gateway_stopped() -> RequestError:
     """Return the error for an agent whose call was cut off because the gateway stops. The status allows a retry."""
-    return RequestError("The gateway was stopped.", status=503)
+    return RequestError("The gateway was stopped before it had answered this request. Try again.", status=503)
 
 
 def _internal_error(error: Exception) -> RequestError:

@@ -1,4 +1,4 @@
-"""Health: whether calls can be recorded and sampled now, and what happens to store operations while they cannot.
+"""Health: whether calls can be recorded and sampled now, and what happens to store operations while the store fails.
 
 `StoreMonitor` is a circuit breaker. Promises:
 
@@ -126,7 +126,7 @@ class StoreMonitor:
         await self._check.close()
 
     async def check(self) -> str | None:
-        """Return why the store cannot be written now, or None, within two seconds."""
+        """Return within two seconds why the store cannot be written now, or None if it can."""
         await self._learn(MAX_AGE_SECONDS)
         return self.problem
 
@@ -139,7 +139,8 @@ class StoreMonitor:
         return error
 
     async def run(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Run a store operation, as `wait_for` does, or raise StoreError at once while the store is known to fail."""
+        """Run a store operation as `wait_for` does. While the store is known to fail, raise StoreError at once
+        instead."""
         if self.problem is not None:
             raise StoreError(self.problem)
         return await self.wait_for(operation())

@@ -14,10 +14,10 @@ Promises:
   `calls.hooks` has the changed parts of the request as the model saw them, and the answer as it was sampled.
 * The sampled tokens of an answer that a hook changed are never trained. No later prompt continues them, because the
   agent sends the changed text back.
-* If a hook changed the messages of a request, the engine renders its prompt, and the answer is trained after that
-  prompt.
-* A hook that fails or takes longer than `gateway.hook_seconds` fails its call with an error in the dialect's own form.
-  Each kind of failure is logged once.
+* If a hook changed the messages of a request, the engine renders the prompt from the changed messages, and the answer
+  is trained with this prompt.
+* If a hook fails or takes longer than `gateway.hook_seconds`, its call fails, and the agent gets an error in the format
+  of its API. Each kind of failure is logged once.
 * Plain methods run in a thread, so that they cannot stop the event loop. With `on_answer` or `on_tool_call`, an answer
   is not streamed, but sent when it is complete.
 """
@@ -76,7 +76,9 @@ class Hooks:
         instance = None if name is None else _instance(name)
         self._methods = {method: found for method in _METHODS if (found := getattr(instance, method, None)) is not None}
         if name is not None and not self._methods:
-            raise UsageError(f"The hooks {name} have none of the methods {', '.join(_METHODS)}.")
+            raise UsageError(
+                f"The class {name} has none of the methods of hooks: {', '.join(_METHODS)}. Add one of them."
+            )
 
     @property
     def changes_answers(self) -> bool:

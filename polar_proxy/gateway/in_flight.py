@@ -90,11 +90,12 @@ class InFlightCalls:
         return calls
 
     async def wait_and_take(self, session_id: str, timeout: float, *, own: bool) -> str | None:
-        """Wait until other gateways have answered their calls of a closed session, then delete the rows of its calls.
+        """Wait until other gateways have answered their calls of a closed session, then delete the rows of the
+        session's calls.
 
-        Returns one line about the calls that other gateways lost or still answer after `timeout` seconds; None if
-        there are none. `own`: True if this gateway itself lost a call or still answers one. The rows of its calls are
-        deleted too, but the line does not mention them.
+        Returns one line about the calls that other gateways lost or still answer after `timeout` seconds; None if there
+        are none. `own`: True if this gateway itself lost a call of the session or still answers one. The rows of such
+        calls are deleted, too, but the line does not mention them.
         """
         if not await self.wait(session_id, timeout) and not own:
             return None

@@ -61,7 +61,8 @@ CallObserver = Callable[[CallRecord], None]
 
 
 class ContinuedConversation(NamedTuple):
-    """The stored conversation that a request continues, and the number of its items, which begin the input."""
+    """The stored conversation that a request continues, and the number of its items. The items come first in the
+    request's input."""
 
     conversation_id: str
     items: int
@@ -241,7 +242,8 @@ class CallRecorder:
             log.error("call %s could not be recorded: %s", record.call_id, error)
 
     async def _weight_version(self, call: PendingCall) -> str | None:
-        """Return the policy version; None if the engine does not answer, because the call must be recorded anyway."""
+        """Return the policy version. If the engine does not report it, return None, so that the call can still be
+        recorded."""
         try:
             async with asyncio.timeout(_VERSION_SECONDS):
                 return await call.engine.served.engine.weight_version()
@@ -353,7 +355,8 @@ def _choices_of(call: PendingCall, weight_version: str | None) -> tuple[Choice, 
 
 
 def _sampling_marks(request: RequestContext, call: PendingCall, engine: EngineInfo) -> Json:
-    """Return the marks that are recorded with the sampling parameters, such as `constrained` and `not_carried`."""
+    """Return facts about the call that are recorded among the sampling parameters, such as `constrained` and
+    `not_carried`."""
     marks: Json = {}
     if call.plan.constrained:
         marks["constrained"] = True
@@ -426,8 +429,8 @@ def apply_policy(sampling: Sampling, policy: Json, *, hosted: bool = False) -> S
     """Return the parameters with the session's sampling policy applied and, unless the model is hosted, every default
     written out.
 
-    `policy` may hold the parameters in `_REPLACED`; each replaces the client's value. It may also hold max_tokens,
-    an upper limit for the client's value. If the client gave none, the limit is the value.
+    `policy` may hold the parameters in `_REPLACED`; each replaces the client's value. It may also hold max_tokens, an
+    upper limit for the client's value. If the client gave no max_tokens, the limit becomes the value.
     """
     defaults = {} if hosted else _DEFAULTS
     changes: Json = {name: value for name, value in defaults.items() if getattr(sampling, name) is None}
@@ -441,8 +444,9 @@ def apply_policy(sampling: Sampling, policy: Json, *, hosted: bool = False) -> S
 def recorded_sampling(request: EngineRequest, engine: EngineInfo, past_reasoning: str | None = None) -> Json:
     """Return the parameters that were sent to the engine, for the record.
 
-    `constrained` is added if the request demanded a tool call or a certain form of the answer. It is True if the engine
-    enforced this by a grammar, else False. The setting `past_reasoning` is added if it had an effect on the prompt.
+    `constrained` is added if the request demanded a tool call or a certain format of the answer. It is True if the
+    engine enforced this by a grammar, else False. The setting `past_reasoning` is added if it had an effect on the
+    prompt.
     """
     sent = {name: value for name in SAMPLING_FIELDS if (value := getattr(request.sampling, name)) not in (None, ())}
     constrained = is_constrained(request, engine)

@@ -5,9 +5,9 @@ rest of the response as it is generated. Equal bytes do not prove a retry: two p
 the same bytes, and joining their requests would give both runs the same sample. A request retries an equal one if
 
 * the earlier request lost its client before the last byte, and is still being answered, or
-* the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal one. But if
-  that one has failed, or an earlier one has failed and was not retried yet, the marked one may be its retry and is
-  sampled.
+* the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal request,
+  unless it may be the retry of a failed one: then it is sampled. This is the case if the last equal request
+  failed, or if an earlier one failed and was not retried yet.
 
 With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
 answered; with `never`, it joins none.
@@ -26,10 +26,11 @@ from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.recording import RequestContext
 
 _VOLATILE_FIELDS = frozenset({"client_metadata", "metadata", "user", "safety_identifier"})
-"""Fields that the model does not see and that may differ between two attempts (Codex: turn ids, order of keys)."""
+"""Fields that the model does not see, and that may differ between two attempts. (In Codex's requests,
+turn ids and the order of keys differ.)"""
 
 _FINISHED_BYTES = 64 << 20
-"""Maximum size of the requests and responses that are kept after their end."""
+"""Maximum size in bytes of the requests and responses, all together, that are kept after their end."""
 
 RetryKey = tuple[str, str, bool, tuple[bytes, ...]]
 """Session id, dialect, whether the answer is streamed, and the last message of each conversation of the request.

@@ -28,7 +28,7 @@ class CallSampler:
     async def sample(self, request: RequestContext, calls: Sequence[PendingCall], reply: Reply) -> None:
         """Sample the calls of a request, several at the same time, and write their events to the reply.
 
-        Raises RequestError or EngineError; the first of them if several calls fail.
+        Raises RequestError or EngineError if a call fails; if several fail, the first error.
         """
         if len(calls) == 1:
             await self._sample_call(request, 0, calls[0], reply)

@@ -27,8 +27,8 @@ _FINAL_ANSWERS = 10
 
 
 class BudgetSpentError(RequestError):
-    """Refuses a call because the budget of its session is spent. SDKs and agents do not retry a request that got this
-    status."""
+    """Refuses a call because the budget of its session is spent. The status is 403, because SDKs and agents do
+    not retry after this status."""
 
     def __init__(self, limit: str) -> None:
         text = f"The budget of this session is spent ({limit}). No further call is answered; stop here."

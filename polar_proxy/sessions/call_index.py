@@ -24,7 +24,8 @@ the session's next call is a root."""
 _QUOTE = 160
 """Maximum number of characters of a `Quote`."""
 _MIN_AGENT_PROMPT, _MIN_ARGUMENT, _MIN_ANSWER, _MIN_LINE = 12, 80, 400, 40
-"""Length in characters below which a text of each kind does not identify a conversation."""
+"""Minimum length in characters of texts that identify a conversation: the prompt of an agent, another argument of a
+tool call, an answer, and a line of an answer."""
 _MIN_TURN = 200
 """Length in characters above which an assistant turn without tool calls identifies its conversation."""
 _QUOTABLE = 32

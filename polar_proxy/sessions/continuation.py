@@ -213,18 +213,18 @@ class PromptBuilder:
         return PromptPlan(accepted, past_reasoning=past_reasoning)
 
     async def _other_end(self, answered: AnsweredCall) -> PromptReason:
-        """Return why an answer cannot be continued. It ended neither with one of `eos_token_ids` nor at the token
-        limit."""
+        """For an answer that ended neither with one of `eos_token_ids` nor at the token limit, return why it cannot be
+        continued."""
         if answered.finish_reason not in ("stop", "tool_calls"):
             return "aborted"
         text = await self._engine.decode(answered.ids[answered.prompt_size :].tolist()) if answered.stop else ""
         return "stop_sequence" if any(stop in text for stop in answered.stop) else "other_end_of_turn"
 
     async def _load(self, session: SessionState, base: Base) -> AnsweredCall | None:
-        """Read the base (the call that is extended) from the store; None if it cannot be continued from its stored
+        """Return the base (the call that is extended) from the store; None if it cannot be continued from its stored
         tokens.
 
-        Needed if this gateway does not remember it: another gateway answered it, or this one was restarted.
+        The base is not in memory if another gateway or an earlier process answered it, or if the cache dropped it.
         """
         try:
             call = await self._read_call(base.call_id)

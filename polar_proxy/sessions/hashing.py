@@ -26,8 +26,9 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""After each message of an assistant turn, up to this many messages, the turn so far is hashed as one merged message. A
-separate request that ends there has the same key. For all messages of a long turn, this would take quadratic time."""
+"""After each of the first messages of an assistant turn, up to this number, the turn so far is hashed as one merged
+message. So the turn so far has the same key as in a separate request that ends there. Doing this after every message of
+a long turn would take quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""
@@ -175,7 +176,7 @@ class AnswerNode:
     end: bytes
     """Key of the conversation that ends with this answer."""
     turn: AssistantTurn
-    """The answer, with the assistant messages at the end of the request: they are one turn."""
+    """The answer, together with any assistant messages at the end of the request, because they form one turn."""
 
 
 @dataclass(frozen=True, slots=True)

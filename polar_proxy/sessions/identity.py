@@ -86,7 +86,7 @@ def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) 
 
 
 def read_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a provider's trial features that the client asks for, each as `header: feature`."""
+    """Return the beta features of a provider that the client asks for, each as `header: feature`."""
     named = [(header, beta.strip()) for header in _BETA_HEADERS for beta in headers.get(header, "").split(",")]
     return tuple(f"{header}: {beta[:_MAX_LENGTH]}" for header, beta in named[:_MOST_BETAS] if beta)
 

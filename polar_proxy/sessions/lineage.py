@@ -189,7 +189,8 @@ def choose_parent(
 
 
 def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decision | None:
-    """Return the decision for a request with the same messages and tool call ids as an earlier call, if there is one.
+    """Return the decision for a request with the same messages and tool call ids as an earlier call; None for any
+    other.
 
     The ids distinguish parallel runs whose messages mean the same.
     """
@@ -268,10 +269,11 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
 
 
 def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
-    """Return the lengths, in messages, of two beginnings of the request; 0 for a beginning that does not exist.
+    """Return how many messages at the beginning of the request are known from an earlier call, as two numbers.
 
-    The first is the longest one that is an earlier call's messages with its answer. The second is the longest one that
-    is an earlier call's messages without the answer; its length is also 0 if it is shorter than the first.
+    The first number counts the messages of an earlier call together with its answer. The second counts the messages of
+    an earlier call without its answer. Each is the largest number that fits, or 0 if none does. The second is also 0 if
+    it would be smaller than the first.
     """
     keys = query.chain.keys
     asked = 0
@@ -413,7 +415,8 @@ def _quotes_later(quoting: Sequence[CallNode], turn: CallNode | None) -> bool:
 
 
 def _after_sampled_turn(index: CallIndex, query: PlacementQuery) -> Decision | None:
-    """Return the decision that the request follows the earlier call whose answer it repeats; None if there is none.
+    """Return the decision for a request that repeats the answer of an earlier call, and so follows this call; else
+    None.
 
     If the request repeats several answers, the last one decides, wherever it is in the request. Assistant messages that
     a harness writes itself, such as examples and "Ok.", are skipped, because they are not answers of calls.

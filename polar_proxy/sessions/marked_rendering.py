@@ -1,8 +1,8 @@
 """Find the text after an answer in a rendered conversation, and compare the text before it with an earlier rendering.
 
-Marks, words that occur nowhere else, are put around the texts of all messages (white space at the ends of a text stays
-outside, because many templates trim it). The template renders the marked messages too. If the marked rendering without
-its marks is exactly the plain one, the marks show which part of the text belongs to which message:
+Marks (words that occur nowhere else) are put around the texts of all messages. White space at the ends of a text stays
+outside the marks, because many templates trim it. The template renders the marked messages too. If the marked rendering
+without its marks is exactly the plain one, the marks show which part of the text belongs to which message:
 
     front | answer | stop token, new messages, opening of the next answer
 

@@ -66,8 +66,8 @@ class SessionRegistry:
     async def find(self, key: str | None, path_key: str | None, *, inside_sandbox: bool = False) -> SessionState:
         """Return the session of a key: of `path_key` (from the URL's path) if given, else of `key` (headers or query).
 
-        Raises RequestError 401 for an unknown key if the gateway requires known keys. From inside a sandbox they are
-        always required, because an agent has its rollout's key and needs no other.
+        Raises RequestError 401 for an unknown key if the gateway requires known keys. A request from inside a sandbox
+        always needs a known key: an agent there has its rollout's key and needs no other.
         """
         session = self.in_memory(key, path_key)
         if session is not None:

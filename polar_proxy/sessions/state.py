@@ -4,8 +4,8 @@
 byte. So the next call of the same run always finds this call. The fingerprint that `record_answer` returns is stored
 with the call, and `rebuild` makes the same index from the stored fingerprints after a restart.
 
-Digests of all calls are kept as long as the session is in memory. The session's last request and the tokens of the
-answers that no call has continued yet are larger. They are held in a `ConversationCache`, which all sessions of a
+Digests of all calls are kept as long as the session is in memory. The session's last request, and the tokens of answers
+that no call has continued yet, need more memory. They are held in a `ConversationCache`, which all sessions of a
 gateway share. The least recently used entries are dropped first; when needed, a dropped request is parsed again, and
 dropped tokens are read from the store.
 """
@@ -207,9 +207,9 @@ class SessionState:
         self.counted_calls = 0
         """The `weight` that the registry has counted for this session."""
         self.requests = 0
-        """Requests that are being read or answered; see `in_request`."""
+        """Number of requests that are being read or answered; see `in_request`."""
         self.in_flight = 0
-        """Calls that are being answered; see `begin` and `end`."""
+        """Number of calls that are being answered; see `begin` and `end`."""
         self.idle = asyncio.Event()
         """Set while `in_flight` is 0."""
         self.idle.set()
@@ -218,7 +218,8 @@ class SessionState:
         self.parsing_large = asyncio.Lock()
         """Held in place of `parsing` while a large request of the session is parsed (see `request_reader`)."""
         self.lost = 0
-        """Calls that were answered but could not be committed. The session is then incomplete and not trained on."""
+        """Number of calls that were answered but could not be committed. If there are any, the session is incomplete
+        and not trained on."""
         self.unstored_key: bytes | None = None
         """The hash of the key, while the session itself is not stored yet."""
         self.refusal: str | None = None

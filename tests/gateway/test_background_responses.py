@@ -97,7 +97,7 @@ async def test_cancelling_waits_a_bounded_time_for_the_record(
     monkeypatch.setattr(stored_responses, "_CANCEL_SECONDS", 0.1)
     async with connected_sdk(serve, slow_engine()) as sdk:
         one = await start(sdk)
-        with pytest.raises(openai.InternalServerError, match="is cancelled, but not recorded") as refused:
+        with pytest.raises(openai.InternalServerError, match="is cancelled, but was not recorded") as refused:
             await sdk.responses.cancel(one.id)
         assert (refused.value.status_code, refused.value.code) == (503, "not_recorded")
         assert refused.value.response.headers["retry-after"] == "1"

@@ -1,6 +1,6 @@
 """Requests that are passed on to their provider and ask no model: token counts, stored responses and conversations.
 
-The provider gets the request, and the agent the response, byte for byte. Neither is recorded.
+Request and response are passed on byte for byte, and are not recorded.
 
 A request for a stored response or conversation names no model. Promise: if a recorded call of the session made the
 response or belongs to the conversation, the request goes to the engine that answered the call. Otherwise the engine is
@@ -42,7 +42,7 @@ class RequestForwarder:
     async def engine_of_response(self, session: SessionState, identity: str) -> PassthroughEngine | None:
         """Return the engine whose provider keeps a response; None if Polar keeps it.
 
-        Raises RequestError if that engine is not served any more, and StoreError.
+        Raises RequestError if that engine is not served any more, and StoreError if the store fails.
         """
         without_model = self._router.choose(session, "").passthrough
         if len(self._router.all) == 1:
@@ -76,15 +76,15 @@ class RequestForwarder:
         if choice is None or choice.passthrough is None:
             engine = "the engine of [engine]" if name is None else f"the engine {name} of [engines]"
             text = (
-                f"{identity!r:.80} is kept by the provider to which {engine} passed a call on. With its present "
-                "settings, this server passes nothing on to that provider. Restore the engine in the settings, or "
-                "begin a new conversation."
+                f"{identity!r:.80} is kept by a provider to which {engine} passed a call on. In this server's present "
+                "settings, this engine is missing or passes no calls on. Restore the engine in the settings, or begin "
+                "a new conversation."
             )
             raise RequestError(text, status=404, param="id")
         return choice.passthrough
 
     async def read(self, session: SessionState, receive: asgi.Receive) -> bytes:
-        """Return the body of a request. Raises RequestError for one that is too large, and ClientDisconnected."""
+        """Return the body of a request. Raises RequestError for a body that is too large, and ClientDisconnected."""
         with self._bodies.reserve(session.session_id) as reservation:
             return b"".join(await asgi.read_body(receive, reservation.take))
 
@@ -100,8 +100,8 @@ class RequestForwarder:
     ) -> None:
         """Send a request to its provider, and the response to the agent.
 
-        Raises EngineError if no response arrives, and RequestError if the agent sent a key of Polar. A response that
-        breaks off also breaks off for the agent.
+        Raises EngineError if no response arrives, and RequestError if the agent sent a key of Polar instead of its key
+        for the provider. A response that breaks off also breaks off for the agent.
         """
         pieces = engine.forward(scope["method"], provider_request(scope, dialect, body))
         async with asgi.ClientWatch(receive), contextlib.aclosing(pieces):

@@ -80,7 +80,8 @@ def _read_items(dialect: Dialect, tools: bytes | None, items: list[Json]) -> Seq
 def parse_for_record(
     dialect: Dialect, body: Json, previous: ParsedRequest | None, history: ProviderHistory
 ) -> ParsedRequest:
-    """Return the parsed body of a request that is passed on: always one call, whose answer is the provider's.
+    """Return the parsed body of a request that is passed on. It always has one call, and its encoder returns the
+    provider's own bytes.
 
     `history`: the recorded calls that the body refers to by the provider's ids.
     """
@@ -118,7 +119,8 @@ def answered_by_polar(request: RequestContext) -> RequestContext:
 
 
 def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
-    """Return a request for a body that Polar cannot parse: each message is its JSON text. Raises RequestError."""
+    """Return a request for a body that Polar cannot parse: each message is its JSON text. Raises RequestError if the
+    body cannot be written as JSON again."""
     name, readable = _MESSAGES[dialect.name]
     given = body.get(name)
     items = given if isinstance(given, list) else [] if given is None else [given]

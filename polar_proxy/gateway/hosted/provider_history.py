@@ -48,7 +48,7 @@ class ProviderReferences:
     previous: str | None = None
     conversation: str | None = None
     items: frozenset[str] = frozenset()
-    """Ids of items that the body does not contain."""
+    """Ids of the items that the body refers to without containing them."""
     prompt: bool = False
     """True if the body names a stored prompt, which comes before its messages."""
 

@@ -1,9 +1,10 @@
 """Earlier answers of hosted models, in the form in which their provider requires them in later requests.
 
 Anthropic and Google sign their reasoning. They refuse a tool result if the answer that called the tool comes back
-without its signatures. Most agents cannot send signatures back: their API has no field for them, or the agents drop it.
-So the signed answer is recorded with its call, and given to the engine with each later request of the session that
-repeats the answer. It is found by the id of its first tool call; answers without tool calls need no signatures.
+without its signatures. Most agents cannot send signatures back: the API that they use has no field for signatures, or
+the agents drop this field. So the signed answer is recorded with its call, and given to the engine with each later
+request of the session that repeats the answer. It is found by the id of its first tool call; answers without tool calls
+need no signatures.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def read_headers(scope: Scope) -> dict[str, str]:
 
 
 async def read_body(receive: Receive, take: Callable[[int], None]) -> list[bytes]:
-    """Return the parts of the whole request body. `take` is called with the size of each, before the part is kept."""
+    """Return the parts of the whole request body. `take` is called with the size of each part, before the part is
+    kept."""
     chunks: list[bytes] = []
     while True:
         message = await receive()

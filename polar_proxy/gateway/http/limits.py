@@ -3,10 +3,12 @@
 * The head of a request (URL and headers) is bounded in size, in its number of headers, and in the time that it takes.
 * A body is bounded in size, in time, and in how slowly it may come. Chunk sizes and trailers are
   bounded like a head.
-* One connection is parsed for a bounded part of each turn of the event loop, however small its headers and chunks are.
+* In each turn of the event loop, a bounded time is spent on parsing one connection, however small its headers and
+  chunks are.
 * A client that stops reading its answer is disconnected, so that its call ends.
-* Connections are bounded. If there are too many, the one that has waited longest for the head of a request is closed,
-  so that unfinished connections cannot keep others out. If each of them has a request, the new one is refused.
+* The number of connections is bounded. If there are too many, the one that has waited longest for the head of a request
+  is closed, so that unfinished connections cannot keep others out. If each of them has a request, the new one is
+  refused.
 * All bodies together are bounded in size, from their first byte until their requests are answered. If a body does not
   fit, larger bodies that are still being read are refused to make room for it.
 
@@ -39,7 +41,7 @@ _BODY = "request body"
 _PIPELINED = 8
 """Maximum number of requests that a connection may send before the answer to its first one."""
 _SESSION_SHARE = 4
-"""The bodies of one session get at most 1/n of the budget for all bodies, with this n."""
+"""The budget for all bodies, divided by this number, is the most that the bodies of one session get."""
 
 
 def raise_descriptor_limit() -> int:

@@ -177,7 +177,7 @@ class Gateway:
         self.sessions.close()
 
     async def ended(self) -> NoReturn:
-        """Wait until the HTTP server ends, which it does by itself only because of an error. Raises PolarError."""
+        """Wait until the HTTP server ends by itself, which happens only because of an error. Raises PolarError then."""
         await asyncio.wait([self._task])
         raise PolarError(f"The gateway's HTTP server ended: {self._task.exception()!r}")
 

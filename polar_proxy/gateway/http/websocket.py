@@ -2,7 +2,7 @@
 
 * A message is bounded in size, in time, and in how slowly it may come, like the body of a request. While a large one
   comes, the application is sent `asgi.WEBSOCKET_PIECE` messages, so that it can reserve the memory.
-* One connection is parsed for a bounded part of each turn of the event loop, however small its frames are.
+* In each turn of the event loop, a bounded time is spent on parsing one connection, however small its frames are.
 * While a client does not read what is sent to it, nothing more is read from it; after a time it is disconnected.
 * A WebSocket without a request is closed after a time, or earlier if there are too many connections.
 * Compression is not offered, so a message is never larger than the bytes that were received for it.
@@ -40,7 +40,9 @@ def upgrade_problem(method: bytes, url: bytes, headers: asgi.Headers) -> Request
     if found.get(b"sec-websocket-version") != b"13":
         return RequestError("Only version 13 of the WebSocket protocol is served.", status=426)
     if not _KEY.fullmatch(found.get(b"sec-websocket-key", b"")) or not url.isascii():
-        return RequestError("A WebSocket needs a sec-websocket-key of 16 bytes in base64 and an ASCII URL.", status=400)
+        return RequestError(
+            "A WebSocket needs an ASCII URL, and a sec-websocket-key of 16 bytes in base64.", status=400
+        )
     return None
 
 

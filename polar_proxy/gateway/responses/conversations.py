@@ -54,7 +54,8 @@ _MOST_ADDED = 20
 _MOST_BYTES = 32 << 20
 """Size limit of a conversation, in bytes. If the size limit of a request body is smaller, that limit holds."""
 _MOST_CONVERSATIONS, _CONVERSATIONS_AT_SIZE_LIMIT = 1000, 4
-"""Limits of a session: the number of its conversations, and their total size as a multiple of the size limit of one."""
+"""Limits of a session: the number of its conversations, and the total size of all of them, as a multiple of the size
+limit of one conversation."""
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class ConversationRoute(NamedTuple):
 
     @classmethod
     def of_path(cls, path: str) -> ConversationRoute | None:
-        """Return the route of a path, whose prefix `/s/{key}` was removed; None for a path of another route."""
+        """Return the route of `path`, which has no prefix `/s/{key}` any more; None if another route serves it."""
         found = _ROUTE.fullmatch(path)
         return None if found is None else cls(clean_text(found[1]), found[2] is not None, clean_text(found[3]))
 
@@ -141,7 +142,7 @@ class StoredConversations:
     async def keep_created(self, session: SessionState, request: bytes, answer: bytes) -> None:
         """Store a conversation that a provider created, with its items, so that calls in it have a complete history.
 
-        Nothing is stored if the items cannot be read, are too many, or the store fails.
+        Nothing is stored if the items cannot be read or are references, if a limit is exceeded, or if the store fails.
         """
         try:
             identity, items = orjson.loads(answer)["id"], orjson.loads(request or b"{}").get("items") or []

@@ -75,7 +75,8 @@ def last_value(query: Query, name: str) -> str | None:
 
 
 def integer_value(query: Query, name: str, least: int, most: int | None) -> int | None:
-    """Return an integer parameter; None if it is missing. Raises RequestError for any other value or beyond a bound."""
+    """Return an integer parameter; None if it is missing. Raises RequestError if its value is no integer or out of
+    bounds."""
     value = last_value(query, name)
     if value is None:
         return None

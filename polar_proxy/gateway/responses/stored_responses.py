@@ -56,8 +56,8 @@ _METHODS = {None: ("GET", "DELETE"), "input_items": ("GET",), "cancel": ("POST",
 _CANCEL_SECONDS = 10.0
 """How long to wait until a cancelled call is recorded."""
 _ENTRY_BYTES, _MESSAGE_BYTES = 512, 64
-"""Number of bytes of memory that a kept warm-up (a request with `generate: false`) and each of its messages take
-besides the messages' texts."""
+"""Memory in bytes, besides the texts of messages, of a kept warm-up (a request with `generate: false`) and of each of
+its messages."""
 
 FindSession = Callable[[Mapping[str, str], str | None, asgi.Scope], Awaitable[SessionState]]
 """Returns the session of a request, from its headers, the key in its path and its scope. Raises RequestError."""
@@ -70,7 +70,7 @@ class StoredResponseRoute(NamedTuple):
 
     @classmethod
     def of_path(cls, path: str) -> StoredResponseRoute | None:
-        """Return the route of a path, whose prefix `/s/{key}` was removed; None for a path of another route."""
+        """Return the route of `path`, which has no prefix `/s/{key}` any more; None if another route serves it."""
         found = _ROUTE.fullmatch(path)
         return None if found is None else cls(clean_text(found[1]) or "", found[2])
 
@@ -266,7 +266,9 @@ async def _cancel(running: BackgroundCall) -> None:
         async with asyncio.timeout(_CANCEL_SECONDS):
             await running.ended.wait()
     except TimeoutError:
-        text = f"This response is cancelled, but not recorded within {_CANCEL_SECONDS:g} seconds. Retrieve it later."
+        text = (
+            f"This response is cancelled, but was not recorded within {_CANCEL_SECONDS:g} seconds. Retrieve it later."
+        )
         raise RequestError(text, status=503, code="not_recorded") from None
 
 

@@ -10,8 +10,8 @@ Promises:
   retries, recording, and what happens when the client disconnects.
 * A refused request leaves the WebSocket open. The server closes it if a message breaks the protocol or a limit, if it
   is idle, or when the server stops.
-* The latest response of the WebSocket can be continued on it, even if it was made with `store: false`, until a request
-  that continues it fails. (The API defines it so: after a failure the client sends its conversation again.)
+* A response that was made with `store: false` can be continued on its WebSocket while it is the latest one there, until
+  a request that continues it fails. (The API defines it so: after a failure the client sends its conversation again.)
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ class _WebSocketRequest:
 
 
 async def _receive_whole(receive: asgi.Receive, reservation: BodyReservation) -> Any:
-    """Return the next message, after reserving memory for each received piece. Raises RequestError without enough
-    memory."""
+    """Return the next message, after reserving memory for each received piece. Raises RequestError if the memory for
+    requests is used up."""
     while (message := await receive())["type"] == asgi.WEBSOCKET_PIECE:
         reservation.take(message["size"])
     return message
