@@ -56,7 +56,7 @@ class JsonStyle:
     comma: str = ", "
     colon: str = ": "
     inside: str = ""
-    """Text after an opening and before a closing bracket."""
+    """White space to write after an opening bracket and before a closing one."""
     ascii: bool = False
     """Write characters beyond ASCII as `\\u` escapes, and `/` as `\\/`."""
     reverse: bool = False
@@ -130,7 +130,7 @@ class FidelityModel(ScriptedModel):
 
 
 def _restyle(reply: ScriptedReply, style: StyledStep, tool: str, request: ChatRequest) -> ScriptedReply:
-    """Return the reply rewritten as `style` says: its JSON and texts, and additional arguments and tool calls."""
+    """Return the reply with its JSON and texts rewritten as `style` says, and with further arguments and tool calls."""
     json_style = STYLES[style.json]
     reasoning = "" if style.silent else f"{reply.reasoning} {style.thought}"
     if not reply.calls:
@@ -147,7 +147,7 @@ def _restyle(reply: ScriptedReply, style: StyledStep, tool: str, request: ChatRe
 def _restyle_object(text: str, style: JsonStyle) -> str:
     """Return `text` rewritten in a JSON style if it is one JSON object, else unchanged.
 
-    A harness without tool calls gets its commands as such an object.
+    An answer to Terminus 2, which has no tool calls, is such an object.
     """
     try:
         value = json.loads(text)
@@ -202,9 +202,9 @@ def qwen_text(reply: ScriptedReply) -> str:
 def split_randomly(text: str, *, every: int, whole: re.Pattern[str] = _TAG) -> list[str]:
     """Cut `text` at random places, on average once in `every` characters; 0 cuts nowhere.
 
-    Parts of the text that match `whole` are not cut; by default these are Qwen's tags. The pattern must have exactly
-    one group, around all of it. The same text is always cut at the same places, so that a repeated request gets the
-    same tokens.
+    Parts of the text that match the pattern `whole`, by default Qwen's tags, are not cut. The pattern must have exactly
+    one group, around the whole pattern. The same text is always cut at the same places, so that a repeated request gets
+    the same tokens.
     """
     chance = random.Random(text)
     pieces: list[str] = []

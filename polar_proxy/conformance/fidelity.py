@@ -136,7 +136,10 @@ async def measure_fidelity(
     patience: float,
     progress: Callable[[str], None],
 ) -> AsyncGenerator[Json, None]:
-    """Measure every harness (and version) with every template in both prompt modes. Yield a document for each."""
+    """Measure every harness (and version) with every template in both prompt modes.
+
+    Yield a document for each combination. A harness that cannot be installed is left out.
+    """
     kind = await choose_kind(sandbox)
     jobs = []
     for adapter, version in adapters:

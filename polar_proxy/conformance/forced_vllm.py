@@ -182,9 +182,9 @@ def make_model(folder: Path) -> Path:
     """Write a model for tests into `folder` (4 MB; takes ten seconds). Only its tokenizer and its template matter.
 
     It is small enough that a CPU reads prompts of 50,000 tokens in seconds. It has random weights, a byte-level
-    tokenizer that splits text like those in common use (the bundled polar-tiny needs twice as many tokens for an
-    agent's prompt), and the chat template of polar-tiny. The tokenizer is trained on Python's standard library, so the
-    same version of Python gives the same tokenizer. Needs `pip install 'polar-proxy[local]'`.
+    tokenizer that splits text like the tokenizers in common use (the bundled polar-tiny needs twice as many tokens for
+    an agent's prompt), and the chat template of polar-tiny. The tokenizer is trained on Python's standard library, so
+    the same version of Python gives the same tokenizer. Needs `pip install 'polar-proxy[local]'`.
     """
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 

@@ -140,7 +140,7 @@ async def _play(
     installed: Installation,
     slow: float,
 ) -> list[ScenarioRun]:
-    """Run a scenario. Repeat a scenario with faults until every fault has occurred, or a run adds none."""
+    """Run a scenario. Repeat a scenario with faults until every fault has occurred, or no new fault occurs in a run."""
     if not scenario.fills_context:
         profile = replace(profile, context_window=None)
     if not scenario.faults:

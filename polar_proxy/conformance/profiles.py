@@ -36,7 +36,8 @@ class HarnessProfile:
     """The tool call that ends a run; None if an answer without a tool call ends it."""
     start_subagent: tuple[str, Arguments] | None = None
     wait_for_subagent: tuple[str, Arguments] | None = None
-    """The tool call that waits for the sub-agent, if starting it does not wait; `{agent}` is the sub-agent's id."""
+    """The tool call that waits for the sub-agent, if the call that starts it returns at once. `{agent}` is the
+    sub-agent's id."""
     answer_format: Literal["tools", "terminus", "aider"] = "tools"
     """How the model acts: by tool calls, or by text in the format of Terminus 2 or aider."""
     command_suffix: str = ""
@@ -49,13 +50,13 @@ class HarnessProfile:
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Checks that do not apply to the harness, with the reason."""
     rebuilds_history: str = ""
-    """Why the second turn does not extend the first turn's messages, so its edge is `root`; empty if it extends
-    them."""
+    """Why the second turn does not extend the first turn's messages, so that its first call has the edge `root`; empty
+    if the second turn extends them."""
     context_error: bool = False
     """True if the harness ignores the reported usage, and summarises only after the error that a prompt is too long."""
     context_window: int | None = None
-    """The context length that the harness is configured with. If None, it assumes a length by itself. Of the checks,
-    only `compaction` configures it."""
+    """The context length to configure in the harness. None: the harness assumes a length of its own. Of the checks,
+    only `compaction` configures a length."""
     full_prompt_tokens: int = 2_000_000
     """Prompt length, in tokens, at which the harness considers its context full but does not give up."""
     compaction_steps: int = 4

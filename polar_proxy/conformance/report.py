@@ -31,7 +31,7 @@ class MeasurementReport:
     rows: str
     """The field of the JSON document that holds the rows."""
     key: Callable[[Json], Any]
-    """Returns what identifies a row; rows are sorted by it."""
+    """Returns the key that identifies a row; rows are sorted by this key."""
     is_good_row: Callable[[Json], bool]
     page: Callable[[Sequence[Json]], list[str]]
     """Makes the lines of the Markdown page from the rows."""

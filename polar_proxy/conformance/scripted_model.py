@@ -48,8 +48,8 @@ class Scenario:
     second: tuple[Step, ...] = ()
     """Steps of a second user turn, in a second start of the program with the same home and workspace."""
     faults: tuple[FaultKind, ...] = ()
-    """Faults; each occurs at the first request for one step. Faults that a run does not reach are tried in another
-    run."""
+    """Faults of different steps: each occurs at the first request for its step. Faults that a run does not reach are
+    tried in another run."""
     fills_context: bool = False
     """True if the context is reported as full from the second step on, until a summary is requested. The number of
     commands is the harness's own (`HarnessProfile.compaction_steps`)."""

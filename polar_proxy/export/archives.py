@@ -21,7 +21,7 @@ from polar_proxy.traces.certificate import SCHEMA, StoredCertificate
 async def import_archive(
     store: Store, file: Path, *, max_bytes: int = MAX_BYTES, progress: ProgressCallback = no_progress
 ) -> ArchiveCounts:
-    """Import a whole archive in one transaction. Raises StoreError, and then imports nothing."""
+    """Import a whole archive in one transaction. If the archive is bad, import nothing and raise StoreError."""
     models = {("tasks", "spec"): _check_task, ("traces", "certificate"): _check_certificate}
     return await store.archive.import_archive(file, max_bytes=max_bytes, progress=progress, models=models)
 

@@ -1,8 +1,8 @@
 """The dataset formats: each a pure function from one rollout's (or session's) calls and traces to rows.
 
 jsonl         one line for each rollout: its reward, and the request and answers of each call; no tokens
-chat-jsonl    one line for each trace, and for each conversation of a hosted model: the messages in OpenAI form with
-              its tools, for SFT on text
+chat-jsonl    one line for each trace, and one for each conversation with a hosted model: messages and tools in OpenAI
+              form, for SFT on text
 tokens-jsonl  one line for each trace: ids, mask, log-probabilities and certificate (`traces/rows.py`)
 
 Messages and tools are those that the engine received (`conversations.py`).

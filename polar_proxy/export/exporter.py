@@ -1,6 +1,6 @@
 """Exports: choose rollouts and sessions from a store, write their rows, and count the calls and traces left out.
 
-Goes through the store one rollout at a time, and reads each session's calls once.
+An export goes through the store one rollout at a time, and reads the calls of each session once.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class ExportReport:
     rollouts: int = 0
     sessions: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Key -> number left out. Calls are counted by reason (`not_built_yet`: their rollout still runs;
-    `certificate_broken`: their session has a trace that does not match its certificate), traces by grade
-    (`grade_...`), branches whose parent is left out as `parent_left_out`, and rows that a trainer's format refuses by
-    reason. `reasons.py` explains each key."""
+    """Key -> number left out. Calls are counted by reason, such as `not_built_yet` (their traces are not built yet) or
+    `certificate_broken` (their session has a trace that does not match its certificate). Traces are counted by grade
+    (`grade_...`), or as `parent_left_out` (branches whose parent is left out). Rows that a trainer's format refuses are
+    counted by reason. `reasons.py` explains each key."""
     reasons: list[str] = field(default_factory=list)
     """Why there are no rows, in words; empty if there are rows."""
 
@@ -93,13 +93,14 @@ async def export_lines(
 ) -> AsyncGenerator[bytes]:
     """Yield rows of the format `form`, one line at a time, and count in `report`, which is complete at the end.
 
-    Rows are made of the rollouts that match `where`, or of the sessions `session_ids`, or by default of every rollout
-    and every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; those of trl
-    and tinker have an advantage. Raises UsageError before the first row if the format, builder or advantage is unknown
-    or the conditions are invalid; for an unknown session, after the rows of the sessions before it.
+    `where` selects rollouts, and `session_ids` selects sessions. By default, rows are made of every rollout and of
+    every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; the records of
+    trl and tinker have an advantage. Raises UsageError before the first row if the format, builder or advantage is
+    unknown or the conditions are invalid. For an unknown session, UsageError is raised after the rows of the sessions
+    before it.
 
-    `turn`: a context manager that can be entered again, inside which each session is read and converted. Exports that
-    share one lock have one session in memory at a time.
+    `turn`: a context manager, entered anew for each session that is read and converted. Exports that share one lock as
+    `turn` have one session in memory at a time.
     """
     _require_known(form, builder, FORMATS)
     convert: Convert = list

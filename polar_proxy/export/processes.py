@@ -1,7 +1,7 @@
 """The exports of a server, each in a separate process, which runs `worker.py`.
 
-So the gateway never has a recorded session in memory, and reading, building and encoding sessions do not take its
-event loop's time. A finished process serves the next export; at most one waits for it.
+So the gateway never has a recorded session in memory, and reading, building and encoding sessions do not take its event
+loop's time. A process that has finished its export serves the next one; at most one idle process is kept.
 
 A process starts in about one second. It ends when its standard input is closed, so it never outlives the server.
 """

@@ -5,8 +5,9 @@ Promises, each with a test:
 * Only sampled tokens are compared, each with the fresh log-probability of that token given all tokens before it (in a
   `tree`, the whole path). A token that cannot be compared is counted with its reason, never as a difference of 0.
 * A trace is `rejected` if a difference exceeds the tolerance, or if its log-probabilities are not of the mode (raw or
-  processed) that the record states. An audit never improves the grade that the builder gave. An audit without findings
-  withdraws the rejection by an earlier audit.
+  processed) that the record states. A trace becomes `approximate` if its log-probabilities are raw, but a temperature,
+  top_p, a penalty, ... changed the distribution. An audit never improves the grade that the builder gave. An audit
+  without findings withdraws the rejection by an earlier audit.
 * A sequence that is the beginning of a longer one is not scored separately.
 
 Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
@@ -41,8 +42,8 @@ UNKNOWN = "unknown"
 _WORST_PER_TRACE = 3
 _WORST_IN_REPORT = 10
 _INFORMATIVE = -0.1
-"""Only tokens with a lower log-probability (nats) show whether values are raw or processed. For a token that is nearly
-certain, both values are near 0."""
+"""Only tokens with a log-probability below this (nats) show whether values are raw or processed. For a token that is
+nearly certain, both values are near 0."""
 _INFORMATIVE_TOKENS = 16
 _FITS = 0.95
 
@@ -256,7 +257,7 @@ def _require_same_model(
         if comparable and template_hash != served:
             raise UsageError(
                 f"The engine's chat template or tokenizer is not the one that traces of {model!r} were recorded "
-                "with: serve the model with those. If only the template was edited, add --same-model."
+                "with: serve the model with the recorded ones. If only the template was edited, add --same-model."
             )
 
 

@@ -2,8 +2,8 @@
 
 per_call  one trace for each sampled answer: its call's prompt, then the answer. Correct for any history
 merged    calls joined wherever a prompt begins, token for token, with a whole earlier trace
-tree      a forest that stores common prefixes once: a trace holds only its own tokens; `parent_trace_id` names its
-          parent, and `branch_at` is the number of tokens of the parent's whole path that come before them
+tree      a forest that stores common prefixes once: a trace holds only its own tokens, and `parent_trace_id` names its
+          parent. `branch_at` is the number of tokens of the parent's whole path before the trace's own tokens
 
 Every builder validates its result (`validation.validate`): each answer is in exactly one trace, or its call is excluded
 with a reason, and each sampled token follows the prompt from which it was sampled.
@@ -29,7 +29,7 @@ from polar_proxy.types import AnswerSampling, CallRecord, Choice, Span, TokenIds
 BUILDERS = ("per_call", "merged", "tree")
 ON_DRIFT: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
 _OPENS_OWN = ("subagent", "compacts")
-"""Values of `CallRecord.edge` with which a call continues no other call's trace."""
+"""A call with one of these values of `CallRecord.edge` never continues the trace of another call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ def build(
 class CallMerger:
     """Builder `merged`: a call continues the longest trace whose tokens are a prefix of the call's prompt.
 
-    Among equally long traces it continues that of the call's base or parent. If no trace is a prefix, it opens a new
-    one (after a rewind, for example; the replaced answer stays trained in the old trace). Calls of sub-agents and of
-    compacted conversations always open a new trace.
+    Among equally long traces, the call continues the trace of its base or its parent. If no trace is a prefix, the call
+    opens a new trace (after a rewind, for example; the replaced answer stays trained in the old trace). Calls of
+    sub-agents and of compacted conversations always open a new trace.
     """
 
     def __init__(self, calls: Sequence[CallRecord], events: dict[str, DriftEvent], *, joins_drift: bool) -> None:
@@ -193,9 +193,9 @@ def _tree(calls: Sequence[CallRecord]) -> list[TraceBuilder]:
 def _deepest(traces: Sequence[TraceBuilder], call: CallRecord) -> tuple[TraceBuilder | None, int]:
     """Return the trace with the longest common prefix with the call's prompt, and the prefix's length.
 
-    Among equally long ones, prefer a trace that ends with this prefix, then one whose last answer is the one that the
-    call extends (its base), then one that contains the call's parent, then the first. (None, 0) if no trace shares a
-    token with the prompt.
+    Among equally long prefixes, prefer a trace that ends with this prefix, then a trace whose last answer the call
+    extends (the call's base), then a trace that contains the call's parent, then the first. (None, 0) if no trace
+    shares a token with the prompt.
     """
     prompt = call.prompt_ids
     assert prompt is not None

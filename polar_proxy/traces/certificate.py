@@ -1,4 +1,4 @@
-"""The certificate of a trace: the origin of its tokens, in a form that a machine checks with the exported row alone.
+"""The certificate of a trace: the origin of its tokens. A program can check it with nothing but the exported row.
 
 `Certificate` is the model; its JSON Schema is `Certificate.model_json_schema()`. Polar makes certificates as plain
 JSON; the model is for reading certificates that came from elsewhere. The hash chain makes each span's hash cover
@@ -8,7 +8,7 @@ everything before it:
     hash_k = H(hash_{k-1}, span_k, tokens_k, logprobs_k)  hash_0 = seed, head = the last hash
 
 H is blake2b with a 16-byte digest. Header and span (without its hash) are canonical JSON (sorted keys, no spaces,
-UTF-8), each after its length as 4 bytes little-endian. Tokens are int32 and log-probabilities float32, both
+UTF-8), each preceded by its length (4 bytes, little-endian). Tokens are int32 and log-probabilities float32, both
 little-endian; only sampled spans hash log-probabilities.
 
 A checker needs only the row, not the calls. The store keeps a certificate without the parts that follow from the trace
@@ -120,7 +120,7 @@ CertificateSpan = Annotated[ContextSpan | SampledSpan, Field(discriminator="kind
 
 
 class StoredCertificate(CertificateModel):
-    """The fields of a certificate that cannot be derived from the trace and its calls, and its last span's hash."""
+    """The fields of a certificate that do not follow from the trace and its calls, and `head`, the last span's hash."""
 
     schema_version: Annotated[int, Field(alias="schema", strict=True, ge=SCHEMA, le=SCHEMA)]
     on_drift: DriftPolicy | None
@@ -294,7 +294,10 @@ def _events_in(trace: Trace, calls: Mapping[str, CallRecord], events: Sequence[D
 
 
 def hash_spans(seed: bytes, spans: Iterable[Json], token_ids: TokenIds, logprobs: Logprobs) -> list[bytes]:
-    """Return the hash of each span. The spans, in order, tile `token_ids` (int32 [n]) and `logprobs` (float32 [n])."""
+    """Return the hash of each span.
+
+    Together, in order, the spans cover `token_ids` (int32 [n]) and `logprobs` (float32 [n]).
+    """
     ids, values = _bytes_of(token_ids, "<i4"), _bytes_of(logprobs, "<f4")
     hashes: list[bytes] = []
     link, position = seed, 0

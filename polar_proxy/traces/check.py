@@ -1,7 +1,7 @@
 """`python -m polar_proxy.traces.check FILE`: check the rows of a `tokens-jsonl` export against their certificates.
 
-Needs only the rows: no database, no engine, no calls. `docs/guide/data.md` lists what it finds, and what certificates
-cannot show. `--schema` prints the JSON Schema of certificates.
+The check needs only the rows: no database, no engine, no calls. `docs/guide/data.md` lists what the check finds, and
+what certificates cannot show. `--schema` prints the JSON Schema of certificates.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def off_distribution_note(call: CallRecord) -> str | None:
 
 
 class DistributionNotes:
-    """Passes the `off_distribution_note` of each call that has one to `note`. Equal notes are passed once."""
+    """Calls `note` with the text of each call's `off_distribution_note`, but only once for equal texts."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note

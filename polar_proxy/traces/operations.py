@@ -38,7 +38,7 @@ _PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class SessionTarget:
-    """A session, with the reward of its rollout; with its own reward if it belongs to no rollout."""
+    """A session with its reward: the reward of its rollout, or the session's own if it belongs to no rollout."""
 
     session_id: str
     rollout_id: str | None = None

@@ -41,7 +41,7 @@ class RowError(PolarError):
 
 
 def trace_identity(trace: Trace, rollout: Json) -> Json:
-    """Return the first fields of a row: the format's version, those in `rollout`, and those that identify the trace.
+    """Return the first fields of a row: the format's version, the fields of `rollout`, and the trace's identity.
 
     `rollout`: the fields of the trace's rollout, or of its session if it has no rollout.
     """

@@ -102,7 +102,7 @@ async def score_sequence(engine: Engine, ids: TokenIds, temperature: float = 1.0
 
 
 def find_containing(sequences: Sequence[TokenIds]) -> list[int]:
-    """Return for each sequence (int32 [n]) the index of the longest one that it is a prefix of, which may be itself."""
+    """Return, for each sequence (int32 [n]), the index of the longest one that begins with it, which may be itself."""
     by_length = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
     containing = list(range(len(sequences)))
     longest: list[int] = []

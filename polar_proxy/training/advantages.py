@@ -4,8 +4,8 @@ Promises, kept by every function here:
 
 * A missing reward (None or NaN) is not reward 0. Such a rollout is left out of means, deviations and medians, and its
   advantage is NaN: it is not trained.
-* A group in which fewer than two rollouts have a reward, or all rewards are equal, has advantage exactly 0. (Except
-  with `raft`, which has no baseline, and `gdpo` and `gigpo`, which also compare over the batch or between steps.)
+* A group in which fewer than two rollouts have a reward, or all rewards are equal, has advantage exactly 0. Exceptions:
+  `raft` has no baseline; `gdpo` also compares over the batch, and `gigpo` between steps.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def rloo(rewards: Rewards) -> Floats:
 def raft(rewards: Rewards) -> Floats:
     """RAFT: A_i = r_i where r_i > 0, else NaN. Rewarded rollouts are imitated; the others are not trained.
 
-    Without a baseline, a group that solved everything is trained, and a group that solved nothing is not. No token is
-    made less likely. Therefore tokens of which the policy is certain stay likely, even with few rollouts and many
-    updates, but the policy does not learn beyond the best rollouts of a group. RAFT with a clipped ratio
-    (`losses.dapo`) is called RAFT++ by the second source.
+    There is no baseline: a group that solved everything is trained, and a group that solved nothing is not. No token is
+    made less likely. Tokens of which the policy is certain therefore stay likely, even with few rollouts and many
+    updates, but the policy does not learn beyond the best rollouts of a group. The second source calls RAFT with a
+    clipped ratio (`losses.dapo`) RAFT++.
     Source: Dong et al., RAFT, arXiv 2304.06767; Xiong et al., A Minimalist Approach to LLM Reasoning, arXiv 2504.11343.
     """
     values = reward_array(rewards)
@@ -85,10 +85,10 @@ def mc_grpo(rewards: Rewards, *, scale: Literal["mad", "none"] = "mad", eps: flo
     With an odd number of rewards the first rollout whose reward equals the median is the pivot. Its advantage is NaN,
     so that G rollouts are trained. With an even number there is no pivot.
 
-    If the MAD is 0 though rewards differ (binary rewards with a minority), the mean absolute deviation from the median
-    replaces it: the authors' code divides by eps alone there, which gives advantages of 1,000. Their code also
-    multiplies every nonzero advantage by n / (number of nonzero advantages). The paper does not mention this factor,
-    and it is not used here.
+    If rewards differ but the MAD is 0 (more than half of the rewards are equal), the mean absolute deviation from the
+    median replaces the MAD. The authors' code divides by eps alone in this case, which gives advantages of 1,000. Their
+    code also multiplies every nonzero advantage by n / (number of nonzero advantages). The paper does not mention this
+    factor, and it is not used here.
 
     Source: Kim, MC-GRPO, arXiv 2601.22582 (median baseline, pivot); the MAD from its README and code.
     """
@@ -114,7 +114,10 @@ def gdpo(
     eps: float = 1e-4,
     ddof: int = 1,
 ) -> Floats:
-    """GDPO, for several rewards per rollout: normalise each reward in its group, then the weighted sum over the batch.
+    """GDPO, for several rewards per rollout.
+
+    Each reward is normalised in its group. The weighted sum of a rollout's normalised rewards is then normalised over
+    the batch:
 
     A_ik = (r_ik - mean_group(r_k)) / (std_group(r_k) + eps);  S_i = sum_k w_k A_ik;
     A_i = (S_i - mean_batch(S)) / (std_batch(S) + eps).
@@ -182,9 +185,9 @@ rewards) and `gigpo` (steps) need other arguments."""
 
 
 def focal_weight(rewards: Rewards, *, solved_at: float = 1.0, gamma: float = 1.0) -> float:
-    """Return the difficulty weight of a group: (1 - p)^gamma, p the share of its rewards that reach `solved_at`.
+    """Return the difficulty weight of a group: (1 - p)^gamma, where p is the share of rewards that reach `solved_at`.
 
-    It multiplies the advantages of the group, so that groups that are mostly solved count less. NaN without a reward.
+    The weight multiplies the group's advantages: groups that are mostly solved count less. NaN without a reward.
     Source: F-GRPO, arXiv 2602.06717 (focal weight g = (1 - mean success)^gamma).
     """
     known = known_rewards(rewards)

@@ -51,7 +51,8 @@ class TrainingGroup:
     task_id: str
     members: tuple[GroupRollout, ...]
     staleness: int | None = None
-    """Number of policy versions between the group's oldest rollout and the trainer, from the group's lease."""
+    """Number of policy versions by which the group's oldest rollout is behind the trainer, as the lease states it; None
+    if unknown."""
 
     @property
     def rewards(self) -> list[float | None]:
@@ -140,7 +141,7 @@ class PlannedRollout:
     rollout_id: str
     advantage: float
     skipped: str | None
-    """Why the rollout is skipped as a whole; None if each of its traces is decided by itself."""
+    """Why the rollout is skipped as a whole. None: `skipped_traces` says which of its traces are skipped."""
     skipped_traces: tuple[str | None, ...]
     """For each trace, the reason to skip this trace alone; None if it has no fault. If `skipped` is set, the traces
     without a fault are skipped too."""
@@ -195,8 +196,8 @@ def plan_batch(
 ) -> BatchPlan:
     """Compute advantages, and decide which rollouts and traces are trained.
 
-    `groups`: for each group its rollouts, each with its traces. Summaries of stored traces give the same plan, because
-    no tokens are needed. With `config.shuffle_rewards`, the seed of the shuffle is made from `config.seed` and `step`.
+    `groups`: for each group, its rollouts with their traces. The plan needs no tokens, so summaries of the stored
+    traces are enough. With `config.shuffle_rewards`, the seed of the shuffle is made from `config.seed` and `step`.
     """
     rewards: list[list[float | None]] = [[rollout.reward for rollout, _ in group] for group in groups]
     if config.shuffle_rewards:

@@ -73,10 +73,11 @@ class GrpoConfig(BaseModel):
     task: str = "swe-task"
     """Task family, or a file or folder of tasks, as for `polar run`."""
     first_seed: int = Field(10_000_000, ge=0)
-    """First training instance of a task family. From a file or folder, all tasks except the held-out ones are trained
-    on."""
+    """Seed of the first training instance if `task` is a task family. If `task` is a file or folder, this has no
+    effect: all its tasks except the held-out ones are trained on."""
     instances: int | None = Field(None, ge=1)
-    """Train on this many instances, repeatedly and in shuffled order. None: a new instance every time."""
+    """Train on this many instances, repeatedly and in shuffled order. None: a task family gives a new instance every
+    time, and a file or folder gives all its tasks repeatedly."""
     groups: int = Field(4, ge=1)
     """Number of groups per step."""
     samples: int = Field(8, ge=2)
@@ -85,14 +86,15 @@ class GrpoConfig(BaseModel):
     """Replace groups without a signal (rewards all equal) by further groups, in at most three more rounds per step
     (DAPO, arXiv 2503.14476)."""
     max_async_steps: int = Field(0, ge=0)
-    """0: synchronous. n: the rollouts of the next n steps run while the trainer works. Groups whose staleness exceeds
-    n + sync_every - 1 steps when they finish are dropped and counted."""
+    """0: synchronous. n: the rollouts of the next n steps run while the trainer works. Groups that are staler than n +
+    sync_every - 1 steps are dropped and counted."""
     eval_every: int = Field(0, ge=0)
     """Evaluate on held-out instances before the first step, every n steps and at the end. 0: never."""
     eval_instances: int = Field(8, ge=1)
     eval_samples: int = Field(1, ge=1)
     eval_first_seed: int = Field(0, ge=0)
-    """First held-out instance of a task family. From a file or folder, the last tasks are held out."""
+    """Seed of the first held-out instance if `task` is a task family. If `task` is a file or folder, this has no
+    effect: with `eval_every`, its last `eval_instances` tasks are held out."""
 
     # Data
     weights: str | None = None
@@ -107,7 +109,7 @@ class GrpoConfig(BaseModel):
     shuffle_rewards: bool = False
     """Shuffle the rewards of a step among its rollouts: a control run, in which the policy must not learn."""
     max_sequence_length: int = Field(32_768, ge=2)
-    """Number of tokens above which a sequence is skipped, and counted as skipped."""
+    """Maximum number of tokens of a sequence. A longer sequence is not trained, and is counted as skipped."""
 
     # Advantage and loss
     advantage: str = "grpo"
@@ -119,11 +121,12 @@ class GrpoConfig(BaseModel):
     loss_settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the loss, such as {clip_low = 0.2, clip_high = 0.28}."""
     loss_aggregation: LossAggregation = "rollout"
-    """rollout: every rollout has equal weight, and within it every token. sequence: every rollout has equal weight, and
-    within it every trace. token: every token has equal weight. constant: every token has the same weight, which depends
-    on max_rollout_tokens and not on the number of tokens. gspo ignores this: its aggregation is fixed."""
+    """rollout: all rollouts weigh the same, and so do all tokens within a rollout. sequence: all rollouts weigh the
+    same, and so do all traces within a rollout. token: all tokens weigh the same. constant: a token weighs 1 / (number
+    of groups * rollouts of its group * max_rollout_tokens), however many tokens are trained. gspo ignores this setting:
+    its aggregation is fixed."""
     max_rollout_tokens: int | None = Field(None, ge=1)
-    """The constant of loss_aggregation = "constant": tokens that one rollout may sample."""
+    """Needed by loss_aggregation = "constant": the largest number of tokens that one rollout may sample."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of the rollouts that this run starts. The loss uses the temperature that was recorded for each
     token."""
@@ -155,7 +158,8 @@ class GrpoConfig(BaseModel):
     microbatches add up to those of the update."""
     learning_rate: float = Field(1e-5, gt=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or falling to 0 at the last step."""
+    """Learning rate after the warm-up. constant: unchanged. linear, cosine: falls to 0 by the end of the run, along a
+    line or along half a cosine wave."""
     warmup_steps: int = Field(0, ge=0)
     """Number of steps in which the learning rate rises from 0."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
@@ -174,8 +178,8 @@ class GrpoConfig(BaseModel):
     steps: int = Field(100, ge=1)
     seed: int = 0
     report_to: tuple[TrackerName, ...] = ()
-    """Experiment trackers that get the run's metrics, besides metrics.jsonl and the database. Each needs the extra of
-    its name."""
+    """Experiment trackers that get the run's metrics, besides metrics.jsonl and the database. Each needs its own
+    package: pip install 'polar-proxy[NAME]'."""
     sync_every: int = Field(1, ge=1)
     """Send new weights to the engine every n steps."""
     weight_transfer: Literal["disk", "nccl"] = "disk"
@@ -256,8 +260,9 @@ class GrpoConfig(BaseModel):
 
     @property
     def max_staleness(self) -> int | None:
-        """Largest staleness, in steps, of a group that is started or trained; None: no limit. When rollouts start, the
-        engine's weights are up to `sync_every - 1` steps old."""
+        """Maximum staleness of a group, in steps; None: no limit. A group that would be too stale on delivery waits to
+        start; a group that is too stale is dropped. The engine's weights may be `sync_every - 1` steps old when a
+        rollout starts."""
         return self.max_async_steps + self.sync_every - 1 if self.max_async_steps else None
 
     @property
@@ -323,7 +328,8 @@ def read_assignments(lines: Sequence[str]) -> Json:
 
 
 def make_config(*layers: Json) -> GrpoConfig:
-    """Merge layers of settings: later layers win, and None means not given. Raises UsageError with the first error."""
+    """Merge layers of settings: later layers win, and None counts as not given. Raises UsageError with the first
+    error."""
     settings: Json = {}
     for layer in layers:
         settings = _merge(settings, {name: value for name, value in layer.items() if value is not None})

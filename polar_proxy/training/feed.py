@@ -1,5 +1,5 @@
-"""The trainer's side of the feed: its open leases, and reading a leased group with its traces, from a store or over
-HTTP."""
+"""The trainer's side of the feed: hold the leases of groups, and read a leased group with its traces from a store or
+over HTTP."""
 
 from __future__ import annotations
 

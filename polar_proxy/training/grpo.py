@@ -10,9 +10,8 @@ Promises, across `kill -9` at any moment (tests/training/test_resume.py kills th
 * A checkpoint lists its groups. A listed group that is offered again is acknowledged and not trained again.
 * A round of rollouts is started under its own number, and starting it again has no effect.
 
-Synchronous (`max_async_steps = 0`): the rollouts of a step start when the weights of the step before are in the
-engine. Asynchronous: the rollouts of the next `max_async_steps` steps start early, and groups that are too stale when
-they are finished are dropped.
+Synchronous (`max_async_steps = 0`): the rollouts of a step start when the weights of the step before are in the engine.
+Asynchronous: the rollouts of the next `max_async_steps` steps start early, and groups that are too stale are dropped.
 """
 
 from __future__ import annotations
@@ -306,7 +305,8 @@ class GrpoTrainer:
         if engine_version not in (None, version):
             raise TrainingError(
                 f"after the sync to version {version} the engine reports version {engine_version}: another program "
-                "also updates its weights, so it is unknown which policy sampled. Let only this run update the weights"
+                "also updates its weights, so it is unknown which weights sampled the tokens. Let only this run update "
+                "the weights"
             )
         seconds = time.perf_counter() - started
         values = {"version": version, "engine": engine_version, "seconds": seconds, **asdict(result)}

@@ -103,8 +103,8 @@ def gspo(batch: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) 
     s_i = exp(mean_t log r_it);  L = -mean_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i).
 
     The mean over sequences is part of the formula, so `loss_aggregation` has no effect on this loss
-    (`OWN_AGGREGATION`). Here a sequence has the sampled tokens of one trace, over all its turns; the traces of a
-    rollout share the weight of one sequence.
+    (`OWN_AGGREGATION`). Here a sequence consists of the sampled tokens of one trace, over all its turns; the traces of
+    a rollout share the weight of one sequence.
     Source: Zheng et al., GSPO, arXiv 2507.18071; the clips from its section 5.1.
     """
     log_ratios = log_ratio(batch.logprobs, batch.old_logprobs)
@@ -315,8 +315,9 @@ def kl_to_reference(
     old_logprobs: Tensor | None = None,
     max_ratio: float = 5.0,
 ) -> tuple[Tensor, KlStats]:
-    """Estimate KL(pi_theta || pi_ref) at the trained tokens. Return the loss, which is the sum of the estimates
-    weighted by w_t, and statistics. All tensors [n].
+    """Estimate KL(pi_theta || pi_ref) at the trained tokens, and return the loss and statistics. All tensors [n].
+
+    The loss is the sum of the tokens' estimates, each weighted by w_t.
 
     With d = log pi_theta - log pi_ref, the estimate of a token is k1 = d, k2 = d^2 / 2 or k3 = exp(-d) - 1 + d.
 

@@ -29,10 +29,10 @@ class GroupSelection:
 
 
 def verdict(rewards: Rewards, *, best: float = 1.0, tolerance: float = 0.0) -> Verdict:
-    """Return `train` if rewards differ by more than `tolerance`, otherwise the reason against it.
+    """Return `train` if rewards differ by more than `tolerance`, otherwise why the group is not trained.
 
-    `too_few`: fewer than two rollouts have a reward. `all_alike_best`: all reach `best`, so the task is solved.
-    `all_alike`: no spread at a lower reward.
+    `too_few`: fewer than two rollouts have a reward. `all_alike_best`: all rewards reach `best`, so the task is solved.
+    `all_alike`: the rewards do not differ, and not all of them reach `best`.
     """
     known = known_rewards(rewards)
     if len(known) < 2:

@@ -1,8 +1,9 @@
 """Experiment trackers: `report_to = ["tensorboard", "wandb", "mlflow", "trackio"]` in `[grpo]`.
 
 Each tracker gets the numbers of every line of metrics.jsonl, under `KIND/NAME` and the number of the step. Each needs
-its own package, an extra of the same name. A resumed run continues the tracker's record of the killed run, because both
-have the id that the run's folder holds. Repeated steps replace the lost ones or follow them, as the tracker allows.
+its own package: pip install 'polar-proxy[NAME]'. A resumed run continues the tracker's record of the killed run,
+because the run's id is kept in its folder. Repeated steps replace the lost ones or follow them, depending on the
+tracker.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class MetricsTracker(Protocol):
 def open_trackers(names: Sequence[str], run: Path, config: Json, last_step: int) -> list[MetricsTracker]:
     """Open the trackers of a run. `last_step`: the last step of a resumed run, 0 for a new one.
 
-    Raises UsageError if the package of one is not installed.
+    Raises UsageError if the package of a tracker is not installed.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:

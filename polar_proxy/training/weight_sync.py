@@ -49,10 +49,10 @@ REQUEST_SECONDS = 600.0
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REMEDIES = {
     "lora": "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
-    "version": "This vLLM cannot report the policy version of a token: 0.32 can",
+    "version": "This vLLM cannot report the policy version of a token: use vLLM 0.32",
     "transfer": 'Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\'',
 }
-"""Remedies for a server that refuses a request, by a word that occurs in the request's route."""
+"""A word in a request's route -> what to do if the server refuses the request."""
 VLLM_MISSING = (
     "NCCL needs vLLM in the trainer's environment too, and it is not installed. It can be installed beside Polar: "
     "pip install 'polar-proxy[local]' vllm==VERSION, with the server's version; or leave weight_transfer at disk"
@@ -66,7 +66,7 @@ class WeightSync(Protocol):
     """Sends weights to one kind of engine."""
 
     async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
-        """Send the weights, and return once all new tokens are sampled with them. Raises TrainingError."""
+        """Send the weights. Return once all new tokens are sampled with them; raise TrainingError if that fails."""
         ...
 
 
@@ -141,9 +141,9 @@ async def probe(
     # A wide margin: a move that is smaller than the noise between engine and trainer proves nothing either way.
     if float(np.abs(scored - last).mean()) < mean / 4:
         raise TrainingError(
-            "the engine was sent new weights and did not load them: its log-probabilities of a test text are nearer "
-            f"to those of the old weights. They differ from those of the new weights by {mean:.3g} nats on average, "
-            f"and those of old and new weights differ by {moved:.3g}"
+            "the engine was sent new weights and did not load them: on the probe, its log-probabilities differ from "
+            f"the trainer's by {mean:.3g} nats on average, and are much nearer to those of the old weights. The "
+            f"trainer's old and new weights differ by {moved:.3g}"
         )
     # Wide margins again: the noise changes with the weights, and a part that was not loaded shows clearly.
     if noise is not None and mean > 4 * noise and mean > moved / 10:
@@ -177,13 +177,13 @@ class VllmControl:
     """Treatment of calls in flight: `keep` freezes them and continues with the new weights, `wait` lets them finish
     first, `abort` aborts them."""
     engine: VllmEngine | None = None
-    """The client that samples from the server, if it is the only one and in this process. If None, the pause lasts
-    until every client has dropped its cached weight version (WEIGHT_VERSION_SECONDS)."""
+    """The client that samples from the server, if the only such client is in this process. None: the pause lasts until
+    every client has dropped its cached weight version (WEIGHT_VERSION_SECONDS)."""
     transport: httpx.AsyncBaseTransport | None = None
 
     @contextlib.asynccontextmanager
     async def paused(self, version: str) -> AsyncIterator[httpx.AsyncClient]:
-        """Pause sampling while the body runs. After it, everything is sampled with the weights of `version`.
+        """Pause sampling while the block runs. Afterwards, all tokens are sampled with the weights of `version`.
 
         Pausing also empties the prefix cache, which the old weights filled.
         """

@@ -1,4 +1,4 @@
-"""A plugin for a vLLM server that samples given tokens: `vllm_xargs: {"forced_ids": [...]}` in a request's body.
+"""A vLLM plugin that makes the server sample given tokens: `vllm_xargs: {"forced_ids": [...]}` in a request's body.
 
 The server runs in its own Python environment, so this file imports nothing of Polar. Start the server with this folder
 on PYTHONPATH and `--logits-processors polar_forced_tokens:ForcedTokens`.

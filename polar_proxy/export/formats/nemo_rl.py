@@ -20,7 +20,8 @@ def datum_spec(rows: list[TrainingRow], idx: int = 0) -> Json:
     fields.
 
     A masked rollout has `loss_multiplier` 0. Texts are empty, because NeMo-RL trains on the ids. Raise RowError for a
-    rollout without a reward, or with several sequences, which NeMo-RL's baseline would count several times.
+    rollout without a reward, and for a rollout with several sequences, because NeMo-RL's baseline would count it
+    several times.
     """
     if len(rows) > 1:
         raise RowError(
@@ -52,8 +53,8 @@ def datum_spec(rows: list[TrainingRow], idx: int = 0) -> Json:
 
 
 def load(record: Json, *, temperature: float) -> Json:
-    """Return the record with two tensors in each message: `token_ids` int64 and `generation_logprobs` float32, both
-    [tokens of the message].
+    """Return the record with tensors in its messages: `token_ids` int64 and, in assistant messages,
+    `generation_logprobs` float32, both [tokens of the message].
 
     `temperature`: that of the trainer (`policy.generation.temperature`). Raise RowError if the record's temperature
     differs.

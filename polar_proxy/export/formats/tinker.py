@@ -1,9 +1,9 @@
 """Tinker: a row becomes a `Datum`, with tokens shifted by one. Each target has its recorded log-probability and an
 advantage.
 
-For the losses `importance_sampling`, `ppo`, `cispo` and `gspo`. The advantage is 0 where nothing was sampled, so that
-such a position adds nothing whatever its log-probability. These losses compute log-probabilities at temperature 1, so
-rows of another temperature are refused.
+A datum is for the losses `importance_sampling`, `ppo`, `cispo` and `gspo`. The advantage is 0 where nothing was
+sampled, so that such a position adds nothing to the loss, whatever its log-probability. These losses compute
+log-probabilities at temperature 1, so rows of another temperature are refused.
 
 Source: tinker 0.38, `types/datum.py`, `tensor_data.py`.
 """
@@ -17,8 +17,8 @@ from polar_proxy.types import Json
 
 
 def datum(row: TrainingRow) -> Json:
-    """Return a datum as JSON: n tokens give n - 1 inputs and n - 1 targets. Raise RowError without an advantage
-    or for another temperature than 1."""
+    """Return a datum as JSON: n tokens give n - 1 inputs and n - 1 targets. Raise RowError for a row that has no
+    advantage, or another temperature than 1."""
     require_temperature(row, 1.0)
     advantage, prompt, ids = require_advantage(row), len(row.prompt_ids), row.token_ids
     mask = [0] * prompt + list(row.loss_mask)

@@ -1,4 +1,4 @@
-"""Rows of `tokens-jsonl` for other trainers: one way to read and check them for all formats.
+"""Read and check rows of `tokens-jsonl` for other trainers, in the same way for all their formats.
 
 Promises:
 

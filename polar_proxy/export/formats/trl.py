@@ -78,11 +78,11 @@ def completions(
 
 
 class RecordedRollouts:
-    """A `rollout_func`: each run of `num_generations` equal prompts gets the next recorded group, whatever the prompt.
+    """A `rollout_func`: every `num_generations` prompts in a row get the next recorded group, whatever the prompts say.
 
     `groups` yields the rows of one group at a time, from a file or a feed. A group that GRPOTrainer cannot use raises
-    RowError (see `completions`); with `on_refused = "skip"` it is counted in `left_out` and the next group is taken.
-    Raise UsageError if the groups run out, or if several processes share a generation batch.
+    RowError (see `completions`); with `on_refused = "skip"`, the group is counted in `left_out` and the next one is
+    taken. Raise UsageError if the groups run out, or if several processes share a generation batch.
     """
 
     def __init__(
@@ -181,9 +181,9 @@ def record(row: TrainingRow, numbers: IdNumbers) -> Json:
 class RecordedWorker:
     """A `rollout_worker` for AsyncGRPOTrainer (TRL's `RolloutWorkerProtocol`) that hands out recorded groups.
 
-    Rollouts that only count in the baseline are left out, as are groups whose rewards are all equal; `left_out` has
-    their numbers. An error in the thread, also one raised by `groups`, is raised by `check_health`, which the
-    trainer calls while it waits.
+    Rollouts that only count in the baseline are left out, as are groups whose rewards are all equal; `left_out` counts
+    their rows by reason. An error in the worker's thread, for example one raised by `groups`, is raised again by
+    `check_health`, which the trainer calls while it waits.
     """
 
     def __init__(

@@ -121,9 +121,10 @@ def load(folder: Path) -> Checkpoint:
 
 
 def weights_after(run: Path, step: int, model: Any, *, initial: Path, adapter: bool) -> dict[str, Tensor]:
-    """Return the parameters of `model` after a step, by name; with `adapter` only those of the adapter.
+    """Return the parameters of `model` after a step, by name. With `adapter`, return only the adapter's parameters.
 
-    `initial`: folder of the weights before the first step. Raises TrainingError if there is no checkpoint of the step.
+    `initial`: folder of the weights before the first step. Raises TrainingError if there is no checkpoint of the step,
+    or a folder holds the weights of another model.
     """
     from safetensors.torch import load_file
 

@@ -103,8 +103,8 @@ class ShardedLearner(Learner):
         return {**state, "state": whole}
 
     def load_shards(self, weights: Mapping[str, Tensor] | None, optimiser: Mapping[str, Any]) -> None:
-        """Distribute the tensors of rank 0 to all processes. In the others `weights` is None, and so are those tensors
-        of `optimiser` that are sharded."""
+        """Distribute the tensors of rank 0 to all processes. In the other processes, `weights` is None, and so is every
+        sharded tensor of `optimiser`."""
         with torch.no_grad():
             for name, own in dict(self.model.named_parameters()).items():
                 own.copy_(self._shard(None if weights is None else weights[name], own))
@@ -209,7 +209,7 @@ class ShardedCoordinator(ShardedLearner):
             with contextlib.suppress(OSError, EOFError):
                 reasons = self._receive_errors()  # the others' errors explain more than the broken connection
             reason = "; ".join(reasons) or str(error)
-            raise TrainingError(f"a process that trains with this one ended during {name!r}: {reason}") from error
+            raise TrainingError(f"another process of this training run ended during {name!r}: {reason}") from error
         if failure is not None:
             raise failure
         if errors:
@@ -230,7 +230,9 @@ def launch_sharded(model: Path, reference: Path | None, config: GrpoConfig) -> I
     """
     if config.device == "cuda" and torch.cuda.device_count() < config.processes:
         gpus = torch.cuda.device_count()
-        raise TrainingError(f"{config.processes} processes need a GPU each, and this machine has {gpus}")
+        raise TrainingError(
+            f"{config.processes} processes need one GPU each, and this machine has {gpus}: lower `processes`"
+        )
     context = multiprocessing.get_context("spawn")
     threads = max(1, torch.get_num_threads() // config.processes)
     with tempfile.TemporaryDirectory(prefix="polar-train-") as folder, contextlib.ExitStack() as stack:

@@ -31,8 +31,8 @@ class Pack:
 def pack_trees(sequences: Sequence[Ids], max_tokens: int) -> list[Pack]:
     """Return packs of at most `max_tokens` nodes each, in which shared prefixes are stored once.
 
-    Sequences are taken in lexicographic order, so that those that share most are neighbours; a prefix is computed again
-    only where a new pack begins.
+    Sequences are packed in lexicographic order, so that sequences with long common prefixes are neighbours. A prefix is
+    computed again only where a new pack begins.
     """
     order, shared = sort_by_prefix(sequences)
     packs: list[list[int]] = []

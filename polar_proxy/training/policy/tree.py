@@ -63,9 +63,9 @@ class Targets:
 
 
 def sort_by_prefix(sequences: Sequence[Ids]) -> tuple[list[int], list[int]]:
-    """Return the lexicographic order of the sequences, and the length of the prefix each shares with the one before.
+    """Return the lexicographic order of the sequences, and the length of each one's common prefix with its predecessor.
 
-    Neighbours in this order share the most, so every common prefix is stored once.
+    Neighbours in this order have the longest common prefixes, so every common prefix is stored once.
     """
     order = sorted(range(len(sequences)), key=lambda index: np.asarray(sequences[index]).astype(">u4").tobytes())
     shared = [0] * len(order)
@@ -101,10 +101,11 @@ def build_tree(sequences: Sequence[Ids]) -> PrefixTree:
 
 
 def find_targets(tree: PrefixTree, masks: Sequence[npt.NDArray[np.integer] | BoolArray]) -> Targets:
-    """Return the tokens that `masks` marks: one mask per sequence, as long as the sequence, nonzero at the targets.
+    """Return the tokens that `masks` marks as targets.
 
-    Several sequences may have targets at the same node. Raises ValueError for a mask of another length, and for one
-    that marks the first token of a sequence, which no logits predict.
+    `masks`: one for each sequence, as long as the sequence, nonzero at the targets. Several sequences may have targets
+    at the same node. Raises ValueError for a mask of another length, and for a mask that marks the first token of a
+    sequence, which no logits predict.
     """
     if len(masks) != len(tree.paths):
         raise ValueError(f"{len(masks)} masks for {len(tree.paths)} sequences")
@@ -158,7 +159,7 @@ def by_temperature(logits: Tensor, targets: Targets, temperatures: Tensor) -> It
 def target_logprobs(logits: Tensor, targets: Targets, temperatures: Tensor) -> Tensor:
     """Return log softmax(logits / temperature) at each target [m], at least float32, with gradient.
 
-    `logits` [r, V] are those at `targets.rows`, as a Transformers model returns for `logits_to_keep=rows`;
+    `logits` [r, V] are the logits at `targets.rows`, as a Transformers model returns them for `logits_to_keep=rows`;
     `temperatures` [m]. Each row is normalised once for each of its temperatures, however many targets it has.
     """
     if logits.shape[0] != len(targets.rows):
