@@ -74,8 +74,8 @@ class EngineDroppedError(EngineError):
 
 
 class ProviderError(EngineError):
-    """A provider refused or failed a request that was passed on to it. If `body` is given, the agent gets this
-    response."""
+    """A provider refused or failed a request that was passed on to it. If `body` is given, the agent gets the
+    provider's response: this body with `status` and `headers`."""
 
     def __init__(
         self, message: str, *, status: int, headers: tuple[tuple[bytes, bytes], ...] = (), body: bytes | None = None

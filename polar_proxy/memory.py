@@ -1,4 +1,4 @@
-"""Give memory that was freed back to the operating system."""
+"""Return freed memory to the operating system."""
 
 from __future__ import annotations
 

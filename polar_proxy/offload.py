@@ -31,7 +31,7 @@ class OffloadThread:
         self._rests_until = 0.0
 
     async def run(self, large: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return `work(...)`, computed in the thread if it is `large`."""
+        """Return the result of `work(...)`. If `large` is true, compute it in the thread."""
         if not large:
             return work(*args, **kwargs)
         if self._executor is None:

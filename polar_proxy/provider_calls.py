@@ -20,8 +20,8 @@ class ProviderRequest:
     body: bytes = field(repr=False)
     dialect: str
     read_items: Callable[[list[dict[str, Any]]], Sequence[Any]]
-    """Converts output items of a response (OpenAI Responses) to messages, as if a later request contained them as
-    input."""
+    """Converts the output items of a response of the OpenAI Responses API to messages, as a later request would contain
+    them."""
     exchange: Callable[[str, ProviderRequest], AsyncIterator[ProviderPiece]] | None = None
     """Sends the request over a WebSocket to the provider's URL. Yields the answer's pieces, one event in each."""
 
@@ -32,7 +32,7 @@ class ProviderPiece:
 
     data: bytes
     last: bool = False
-    """True if the answer ends in this piece, so it is sent after the call is recorded."""
+    """True if the answer ends in this piece. The piece is then sent only after the call is recorded."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
-    """Set in the first piece only, like the status."""
+    """The headers of the response. Only the first piece has the headers and the status of the response."""
     status: int = 200

@@ -45,15 +45,15 @@ class SessionBudget(DocumentedModel):
     max_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Budget: number of prompt tokens of all calls, cached ones included. No call starts once this many are used."""
     max_price_usd: float | None = Field(None, gt=0)
-    """Budget: known price of all hosted calls in US dollars. No call starts once this much is spent."""
+    """Budget: price in US dollars of all hosted calls whose price is known. No call starts once this much is spent."""
     max_idle_seconds: float | None = Field(None, gt=0)
-    """Budget: seconds without a call, from the end of one to the start of the next."""
+    """Budget: seconds without a call, from the end of one call to the start of the next."""
     max_repeats: int | None = Field(None, ge=2, le=MAX_INTEGER)
-    """Budget: number of equal calls (a loop), that is, calls with the same request, or consecutive ones with the same
-    answer."""
+    """Budget: number of equal calls, as in a loop. Calls are equal if they have the same request, or if they follow
+    each other and have the same answer."""
     at_budget: Literal["refuse", "stop"] = "refuse"
-    """Answer to calls when a budget is spent: refuse (an error), or stop (a text by Polar that asks the agent to
-    finish, which is never trained on; the eleventh such call is refused)."""
+    """Answer to calls after a budget is spent: refuse (an error), or stop (a text by Polar that asks the agent to
+    finish; after ten such answers, an error). This text is never trained on."""
 
     def as_policy(self) -> Json:
         """Return the limits that are set, for the policy of a session; empty if no limit is set."""
@@ -76,13 +76,14 @@ class RolloutSpec(SessionBudget):
     """Maximum number of tokens in one answer."""
     intercept: bool = False
     """Also answer the agent's calls to the hosts of OpenAI, Anthropic, Google and other providers. For agents whose
-    endpoint cannot be set; agents that Polar knows to need it are always intercepted. Not in process sandboxes."""
+    endpoint cannot be set. Agents that are known to need interception are intercepted without this option. Not in
+    process sandboxes."""
     max_user_turns: int = Field(20, ge=1, le=MAX_INTEGER)
     """In tasks that are dialogues: maximum number of user messages, the instruction included."""
     train_timed_out: bool = False
     """Also train on rollouts whose agent ran out of time."""
     train_over_budget: bool = False
-    """Also train on rollouts that a budget ended."""
+    """Also train on rollouts that ended because a budget was spent."""
     signs: Literal["note", "zero", "exclude"] = "note"
     """Effect of signs of reward hacking: note (they are listed), zero (the reward is 0), exclude (the rollout is not
     trained on)."""
@@ -131,8 +132,8 @@ class JobSpec(RolloutSpec):
     label: str | None = None
     """A name to find the job by."""
     repeat_of: str | None = None
-    """Id of a rollout to repeat, in place of a task. Its task, agent and options are used, except for the options that
-    are given."""
+    """Id of a rollout to repeat, in place of a task. The job has the rollout's task, agent and options, except for the
+    options that are given."""
     callback_url: str | None = None
     """Receives a signed POST for each finished group and for the end of the job."""
 

@@ -83,7 +83,7 @@ def answer_sampling(call: CallRecord, choice: Choice) -> AnswerSampling:
 
 
 def policy_versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | None], ...]:
-    """Return (start, policy version) for each run of an answer's tokens that one policy version sampled.
+    """Return (start, policy version) for each run of consecutive tokens of an answer that one policy version sampled.
 
     `start` is the position of the run's first token in the answer; the first run starts at 0.
     """

@@ -104,7 +104,7 @@ async def traced(
 
 
 async def _read_rollout(store: Store, rollout_id: str, sender: SpanSender) -> None:
-    """Queue the spans of a rollout if it has ended. Otherwise another attempt follows."""
+    """Queue the spans of a rollout that has ended. Do nothing for a rollout that is tried again."""
     try:
         row = await store.rollouts.get(rollout_id)
         if row is None or not row.final:

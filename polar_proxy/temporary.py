@@ -1,4 +1,5 @@
-"""Temporary folders. The name of each has a process id, so that another process finds the folders of a killed one."""
+"""Temporary folders. The name of a folder contains the id of the process that made it, so that another process finds
+the folders of a killed process."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _NAME = re.compile(r"polar-tmp-(\d+)-.*")
 def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     """Make an empty folder that only this user can read, and remove it with its contents at the end of the block.
 
-    It is made in `parent`, by default the system's folder for temporary files. Blocking. A hostile
-    program may fill the folder: its removal is safe even then.
+    The folder is made in `parent`, by default the system's folder for temporary files. Blocking. The removal is safe
+    even if a hostile program has filled the folder.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"polar-tmp-{os.getpid()}-", dir=parent))
     try:

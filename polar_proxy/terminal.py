@@ -28,7 +28,7 @@ _COMMANDS = (
 _CONTROL = re.compile(f"[{_COMMANDS}]")
 _CONTROL_OR_BREAK = re.compile(f"[\\t\\n{_COMMANDS}]")
 _LONGEST_LINE, _LONGEST_MESSAGE = 500, 8000
-"""Size limits in characters."""
+"""Maximum number of characters of a value in one line, and of a message. The rest is cut off."""
 _LOG_LINE, _LOG_TIME = "%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"
 _OWN_PACKAGES = ("polar_proxy", "harness_adapters", "sandboxes")
 
@@ -70,7 +70,8 @@ _log_ids: ContextVar[Mapping[str, str]] = ContextVar("polar_log_ids", default=Ma
 
 
 class LogContext:
-    """Ids that are added to every line that is logged in the `with` block, also by tasks that it starts."""
+    """Ids that are added to every line that is logged in the `with` block, or in a task that was started in the
+    block."""
 
     def __init__(self, **ids: str | None) -> None:
         """An id that is None is left out."""

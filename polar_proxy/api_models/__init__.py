@@ -13,4 +13,4 @@ from polar_proxy.api_models.responses import *  # noqa: F403
 API_PREFIX = "/api/v1"
 NDJSON = "application/x-ndjson"
 EXPORT_REPORT = "export_report"
-"""The only field of an export's last line; its value is an ExportSummary."""
+"""Name of the only field in the last line of an export. The value of the field is an ExportSummary."""

@@ -53,7 +53,7 @@ class Failure(ApiResponseModel):
     session_id: str | None
     """The session of the call or of the rollout."""
     what: str
-    """The status of the call, or status and cause of the rollout."""
+    """The status of the call, or the status and the cause of the rollout."""
     error: str | None
     """Why the call or rollout failed, shortened."""
 
@@ -66,6 +66,6 @@ class Activity(ApiResponseModel):
     rollouts: dict[str, int]
     """Number of unfinished rollouts by status."""
     sessions: list[ActiveSession]
-    """The active sessions, at most ten, the newest first."""
+    """The active sessions, at most ten. The session with the newest call comes first."""
     failures: list[Failure]
     """The newest failures of the last half hour, at most ten, newest first."""

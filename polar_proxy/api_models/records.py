@@ -16,10 +16,11 @@ class SessionFields(ApiResponseModel):
     session_id: str
     """The id of the session."""
     label: str | None
-    """The name given to the session. Without one, the key that opened the session, if that is made of plain words, such
-    as `my-agent-2`."""
+    """The name given to the session. A session that was opened by a request with an unknown key is named after this key
+    if the key is made of plain words, such as `my-agent-2`."""
     origin: str
-    """How the session was created: key (`polar session new`), open (an unknown key on loopback) or rollout."""
+    """How the session was created: key (`polar session new`), open (a request with an unknown key, at a gateway that
+    listens on loopback), rollout (for a rollout) or user (for the model that plays the user in a dialogue)."""
     rollout_id: str | None
     """Id of the rollout whose calls the session records."""
     created_at: float
@@ -29,7 +30,7 @@ class SessionFields(ApiResponseModel):
     incomplete: str | None
     """Why the session must not be trained on; null if all calls are recorded."""
     spent: str | None
-    """The limit of the session's budget that was reached, such as max_calls."""
+    """Name of the budget limit that the session reached, such as max_calls; null if it reached none."""
     failed_calls: int
     """Number of calls that failed: their status is `client_gone` or `upstream_error`."""
     prompt_tokens: int
@@ -37,11 +38,12 @@ class SessionFields(ApiResponseModel):
     completion_tokens: int
     """Sum of sampled tokens over all calls."""
     price_usd: float | None
-    """Sum of the known prices of its calls in US dollars; null if none is known."""
+    """Sum, in US dollars, of the known prices of the session's calls; null if no price is known."""
     last_call_at: float | None
     """When the last call ended."""
     reward: float | None = None
-    """The newest reward of the session as a whole; null if it has a rollout, which then has the reward."""
+    """The newest reward of the session as a whole. null if the session belongs to a rollout, because rewards are then
+    given to the rollout."""
 
 
 class Session(SessionFields):
@@ -73,7 +75,8 @@ class StoryMessage(ApiResponseModel):
     """A message of a conversation, shortened."""
 
     role: str
-    """The role: system, user, assistant, tool, ...; `prompt` for a plain prompt; `raw` if it cannot be parsed."""
+    """The role: system, user, assistant, tool, ...; `prompt` for a plain prompt; `raw` if the request cannot be
+    parsed."""
     text: str
     """The text. Images and files appear as their type; the middle of a long text is left out."""
     left_out: int = 0
@@ -81,7 +84,7 @@ class StoryMessage(ApiResponseModel):
     reasoning: str | None = None
     """The reasoning of an answer."""
     tool: str | None = None
-    """The tool whose result this is."""
+    """Name of the tool whose result the message is."""
     tool_calls: list[StoryToolCall] = Field([])
     """The tool calls of an answer."""
 
@@ -100,8 +103,8 @@ class CallChoice(ApiResponseModel):
     logprobs: list[float | None]
     """The log-probability of each token in nats; null if the engine did not report it."""
     token_texts: list[str] | None = None
-    """The text of each token, if it was requested and can be decoded. For a hosted answer: its text, split by
-    tiktoken."""
+    """The text of each token; null if texts were not requested or the tokens cannot be decoded. The text of a hosted
+    answer is split into tokens by tiktoken."""
 
 
 class SessionCall(ApiResponseModel):
@@ -125,7 +128,7 @@ class SessionCall(ApiResponseModel):
     edge: str
     """How the call relates to an earlier call: root, continues, retries, rewinds, compacts, subagent or side_call."""
     parent_call_id: str | None
-    """Id of the earlier call that `edge` relates this one to."""
+    """Id of the earlier call that the relation `edge` refers to; null without such a call."""
     rule: str | None = None
     """Name of the rule that decided the edge."""
     reason: str | None = None
@@ -133,7 +136,8 @@ class SessionCall(ApiResponseModel):
     ambiguous: bool = False
     """True if another edge or parent was possible as well."""
     prompt_mode: str | None = None
-    """continue: the prompt begins with the exact tokens of the call that it extends; render: the engine rendered it."""
+    """continue: the prompt begins with the exact tokens of the call that this call extends; render: the engine rendered
+    the prompt."""
     prompt_reason: str | None = None
     """Why the prompt does not continue the tokens of an earlier call."""
     message_count: int
@@ -163,8 +167,8 @@ class SessionCall(ApiResponseModel):
     ended_at: float
     """When the answer ended."""
     new_messages: list[StoryMessage] = Field([])
-    """The messages of the request that are not part of the call `parent_call_id`: neither of its request nor its
-    answer."""
+    """The messages of the request that are new: neither the request nor the answer of the call `parent_call_id` has
+    them."""
     answer: StoryMessage | None = None
     """The first answer."""
     answers: list[CallChoice] = Field([])
@@ -177,15 +181,15 @@ class SessionTrace(ApiResponseModel):
     trace_id: str
     """The id of the trace."""
     builder: str
-    """The builder that made it."""
+    """Name of the builder that made the trace."""
     grade: str
-    """How far it can be trusted: exact, continued, approximate or rejected."""
+    """How far the trace can be trusted: exact, continued, approximate or rejected."""
     tokens: int
     """Number of tokens."""
     trained_tokens: int
     """Number of tokens with loss mask 1."""
     calls: list[str]
-    """The calls whose answers it contains."""
+    """Ids of the calls whose answers the trace contains."""
     reward: float | None
     """The reward of the trace."""
 
@@ -196,7 +200,8 @@ class SessionDetail(SessionFields):
     calls: list[SessionCall]
     """The calls, ordered by start."""
     note: str | None
-    """Warning if sampling parameters make log-probabilities inexact for training, and how to avoid it."""
+    """If the sampling parameters make the log-probabilities inexact for training: a warning that says how to avoid
+    this. Otherwise null."""
     traces: list[SessionTrace]
     """The stored traces of the builder `merged`."""
     excluded: dict[str, str]
@@ -210,7 +215,7 @@ class SessionDetail(SessionFields):
 
 
 class CallUsage(ApiResponseModel):
-    """The tokens of a hosted call as the provider counts them; null where it does not report a count."""
+    """Token counts of a hosted call by its provider. A count that the provider does not report is null."""
 
     input_tokens: int
     """Number of all prompt tokens, including tokens read from the provider's cache or written to it."""
@@ -252,8 +257,8 @@ class CallDetail(ApiResponseModel):
     weight_version: str | None
     """Policy version of the weights that sampled."""
     logprob_mode: str
-    """The distribution of the log-probabilities. `processed`: the one that was sampled from; `raw`: the model's own at
-    temperature 1."""
+    """The distribution that the log-probabilities belong to. `processed`: the distribution that was sampled from;
+    `raw`: the model's own distribution at temperature 1."""
     status: str
     """`ok`; `client_gone`: the agent disconnected; `upstream_error`: the engine failed; `no_tokens`: answered
     without token ids; `budget`: answered by Polar, because the session's budget is spent."""
@@ -266,12 +271,12 @@ class CallDetail(ApiResponseModel):
     route: str | None
     """The rule that chose the engine."""
     hooks: dict[str, Any] | None
-    """Changes by hooks. `request`: the changed parts of the request as the model saw them; `answer`: the answers as
-    they were sampled."""
+    """Changes by hooks; null if there are none. `request`: the parts of the request that hooks changed, as the model
+    saw them; `answer`: if hooks changed an answer, the answers as the model sampled them."""
     edge: str
     """How the call relates to an earlier call."""
     parent_call_id: str | None
-    """Id of the earlier call that `edge` relates this one to."""
+    """Id of the earlier call that the relation `edge` refers to; null without such a call."""
     rule: str | None = None
     """Name of the rule that decided the edge."""
     reason: str | None = None
@@ -350,7 +355,7 @@ class RolloutRecord(RolloutDetail):
     artifacts: list[Artifact]
     """The rollout's stored files."""
     session: SessionDetail | None
-    """The session of its last attempt."""
+    """The session of the rollout's last attempt."""
 
 
 class Record(ApiResponseModel):

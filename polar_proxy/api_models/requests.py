@@ -24,7 +24,7 @@ class ApiRequestModel(DocumentedModel):
 class JobRequest(JobSpec):
     """Rollouts of one or more tasks. For a field that is omitted or null, the value in [run] of the server's settings
     is used, or the field's default if [run] has no such field. With `repeat_of`, the value of the original rollout is
-    used."""
+    used instead."""
 
     model_config = ConfigDict(defer_build=False)
 
@@ -33,8 +33,8 @@ class JobRequest(JobSpec):
     task_specs: list[dict[str, Any]] | None = None
     """The tasks themselves, each as in a line of a task file."""
     seed: int | None = Field(None, ge=0, le=MAX_INTEGER)
-    """Number of the first instance of the family `task`, or position of the first task in the file `task`, from 0.
-    Without `instances`, the job has only this one."""
+    """Number of the first task, from 0: the number of an instance if `task` is a family, or the position in the file or
+    folder `task`. If `instances` is omitted, the job has only this task."""
     instances: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Number of tasks, from `seed` on. Default: all tasks of a file, a folder or `task_specs`, but one task of a
     family."""
@@ -61,8 +61,8 @@ class PauseRequest(ApiRequestModel):
     seconds: PositiveSeconds | None = None
     """Resume automatically after this many seconds. Omit it to pause until resumed."""
     wait_idle: WaitSeconds | None = None
-    """Respond only when nothing runs any more. If that takes longer than this many seconds, the pause is
-    undone and the response is 409."""
+    """Wait up to this many seconds until nothing runs any more, and respond then. If something still runs after this
+    time, the pause is undone and the response is 409."""
 
 
 class ServicePauseRequest(PauseRequest):
@@ -89,7 +89,8 @@ class DrainRequest(ApiRequestModel):
 
 
 class RewardRequest(ApiRequestModel):
-    """A reward that was judged outside Polar, for a rollout or a session, or for one call or one trace of it."""
+    """A reward from outside Polar for a rollout or a session, or for a single call or trace of the rollout or
+    session."""
 
     rollout_id: str | None = None
     """Id of the rollout to reward."""
@@ -116,7 +117,8 @@ class RewardRequest(ApiRequestModel):
 
 
 class RemarkRequest(ApiRequestModel):
-    """A label, a note or a rating for a rollout or a session. The API key of the request is recorded as its author."""
+    """A label, a note or a rating for a rollout or a session. The API key of the request is recorded as the author of
+    the remark."""
 
     rollout_id: str | None = None
     """Id of the rollout."""
@@ -137,7 +139,8 @@ class RemarkRequest(ApiRequestModel):
 
 
 class SessionRequest(ApiRequestModel, SessionBudget):
-    """A session for an agent that you start yourself. Its settings override those in the agent's requests."""
+    """A session for an agent that you start yourself. The settings of the session override the settings in the agent's
+    requests."""
 
     model_config = ConfigDict(defer_build=False)
 

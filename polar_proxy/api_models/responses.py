@@ -88,7 +88,8 @@ class SubmittedJob(Job):
     """The response to a submission: the job, and the tasks that were refused."""
 
     new: bool
-    """False if the idempotency key was known: this is the job created by the earlier submission."""
+    """False if an earlier submission had the same idempotency key. The response then describes the job of that
+    submission."""
     refused: list[RefusedTask] = Field([])
     """Tasks that cannot be run and have no group."""
 
@@ -188,7 +189,7 @@ class Rollout(ApiResponseModel):
     completion_tokens: int
     """Sum of sampled tokens over all calls."""
     price_usd: float | None
-    """Sum of the known prices of its calls in US dollars; null if none is known."""
+    """Sum, in US dollars, of the known prices of the rollout's calls; null if no price is known."""
     trained_tokens: int
     """Number of tokens with loss mask 1 in the rollout's traces."""
     created_at: float
@@ -207,7 +208,8 @@ class RolloutList(ApiResponseModel):
     rollouts: list[Rollout]
     """The rollouts, in the order of submission."""
     note: str | None = None
-    """Why no rollout matches `where`, with the values that exist; null if one matches, or without `where`."""
+    """Why no rollout matches `where`, with the values that exist. null if a rollout matches or `where` was not
+    given."""
 
 
 class GroupDetail(Group):
@@ -242,7 +244,8 @@ class CancelResponse(ApiResponseModel):
     cancelled: str
     """The id that was cancelled."""
     in_flight: list[str]
-    """Rollouts that a worker was processing. Those of this server have ended; other servers end theirs soon."""
+    """Ids of the rollouts that a worker was processing. The rollouts of this server have ended; other servers end their
+    rollouts soon."""
 
 
 class CreatedSession(ApiResponseModel):
@@ -258,7 +261,7 @@ class ApiKey(ApiResponseModel):
     """A key of the HTTP API, without the key itself."""
 
     name: str
-    """The first twelve hexadecimal digits of the key's hash, by which it is listed and revoked."""
+    """The first twelve hexadecimal digits of the key's hash. The key is listed and revoked by this name."""
     role: str
     """admin or trainer."""
     label: str | None
@@ -288,7 +291,7 @@ class Lease(ApiResponseModel):
 
 
 class LeaseResponse(ApiResponseModel):
-    """The response to a request for groups: those that were leased, and those that were dropped."""
+    """The response to a request for groups: the groups that were leased, and the groups that were dropped."""
 
     leases: list[Lease]
     """The leases, oldest group first."""
@@ -370,7 +373,7 @@ class StageLimitState(ApiResponseModel):
     entered: int
     """Number of rollouts that have entered the stage since the server started."""
     waited_seconds: float
-    """Seconds that the rollouts in `entered` waited in total."""
+    """Total number of seconds that the rollouts in `entered` waited before they entered."""
     refusals: dict[str, int]
     """Number of times that a rollout was not admitted, by reason."""
 
@@ -415,11 +418,11 @@ class FleetState(ApiResponseModel):
     """All servers of the database together."""
 
     state: Literal["working", "paused"]
-    """working; or paused: no server starts a rollout."""
+    """working, or paused (no server starts a rollout)."""
     paused_until: float | None
     """When all servers resume automatically."""
     in_flight: int
-    """Number of rollouts that all servers work on."""
+    """Number of rollouts that are in flight, on all servers together."""
 
 
 class ServiceState(ApiResponseModel):
@@ -430,7 +433,7 @@ class ServiceState(ApiResponseModel):
     engine: EngineState | None
     """State of the engine that this server samples from."""
     engines: dict[str, EngineState] = Field({})
-    """State of the engines of the settings [engines], by name."""
+    """State of each engine in the settings [engines], by name."""
     policy_version: str | None
     """Version of the weights that the engine samples from."""
     feed: dict[str, int]
@@ -440,9 +443,9 @@ class ServiceState(ApiResponseModel):
     worker: str | None = None
     """Name of this server's rollout service."""
     state: Literal["working", "paused"] | None = None
-    """working; or paused: this server starts no rollout, because it alone or all servers are paused."""
+    """working, or paused (this server starts no rollout, because this server alone or all servers are paused)."""
     paused_until: float | None = None
-    """When the pause of this server alone ends."""
+    """When this server's own pause ends. A pause of all servers is in `fleet`."""
     problem: str | None = None
     """Why this server paused itself: its sandboxes failed their self-test, so programs may be able to break out."""
     in_flight: int | None = None

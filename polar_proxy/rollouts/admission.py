@@ -37,7 +37,8 @@ RESERVATION_SECONDS = 60.0
 _RECHECK_SECONDS = 0.2
 _MONITOR_SECONDS = 2.0
 _UNLIMITED = 1 << 60
-"""A control group without a limit reports a number at least this large (version 1), or `max` (version 2)."""
+"""If a control group has no memory limit, cgroup version 1 reports a number at least this large, and version 2 reports
+`max`."""
 _CGROUP_FILES = (
     # (usage, limit, statistics, the statistic of memory that can be reclaimed)
     ("memory.current", "memory.max", "memory.stat", "inactive_file"),
@@ -152,7 +153,7 @@ class StageLimiter:
         self.waiting = 0
         self.entered = 0
         self.waited_seconds = 0.0
-        """Seconds that all rollouts that entered waited in total."""
+        """Total number of seconds that the rollouts in `entered` waited."""
         self.refusals: Counter[str] = Counter()
 
     @property

@@ -1,8 +1,8 @@
 """One attempt at a rollout, top to bottom: preparing -> ready -> running -> scoring -> done | failed | timed_out.
 
-`AttemptRunner.run` is the whole attempt; each of its lines is one stage. Promises:
+`AttemptRunner.run` is the whole attempt, stage by stage. Promises:
 
-* every stage is recorded in the store before it starts, and waiting for a stage uses up no time limit;
+* every stage is recorded in the store before it starts, and the wait for a stage counts towards no time limit;
 * however the attempt ends, its sandboxes are closed and its session key is revoked;
 * a result is recorded as the rollout's final status; InfrastructureError asks the worker for another attempt;
   UnsafeSandboxError means that this machine must make no more attempts; a cancellation is passed on;
@@ -68,7 +68,7 @@ _RELEASE_IDLE_SECONDS = 5.0
 """How long to wait for calls in flight on other gateways when the attempt is abandoned. Shorter than `_IDLE_SECONDS`,
 because no traces are built."""
 _PROVIDER_LIMITS = frozenset({402, 429})
-"""HTTP statuses of a provider that refuses every request, because a limit (credit, rate) is reached."""
+"""HTTP statuses with which a provider refuses every request while a limit (credit or rate) is reached."""
 _FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
     "ok": ("done", None),
     "failed": ("failed", "agent"),
@@ -148,7 +148,7 @@ class AttemptRunner:
     self_tests: SelfTests
     interception: SandboxInterception
     code: AllowedCode = NO_CODE
-    """The functions that tasks may name."""
+    """The Python code that tasks may refer to by name."""
     _task_sandboxes: dict[SandboxKind, TaskSandboxes] = field(default_factory=dict)
 
     async def run(self, claim: Claim) -> None:

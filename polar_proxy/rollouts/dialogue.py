@@ -28,14 +28,14 @@ from polar_proxy.types import ANSWERED, Json
 from sandboxes.base import ExecResult
 
 DONE = "###STOP###"
-"""The mark by which a model that plays the user ends the dialogue."""
+"""The text with which a model that plays the user ends the dialogue."""
 _ANSWER_SECONDS = 600.0
 _LONGEST_TEXT = 30_000
 """Maximum number of characters of a text by a model that plays the user."""
 _IDLE_SECONDS = 5.0
 """How long to wait for a call of the user's model that is in flight when the dialogue ends."""
 _LEAST_SECONDS = 0.1
-"""Time limit of a turn that has no time left; the turn then ends as timed out."""
+"""Time limit, in seconds, of a turn that begins when the agent's time is used up. The turn then ends as timed out."""
 _RULES = f"""
 You talk to an agent that works for you on a computer. Write only what you say to it, in the first person and in a few
 sentences. Answer its questions as the description above lets you, and do not do its work. When it has done what you

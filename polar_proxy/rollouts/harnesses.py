@@ -111,7 +111,7 @@ class PrebuiltImageCache:
         self.count = PrebuiltImageCounts()
 
     async def spec(self, spec: SandboxSpec, paths: Sequence[Path]) -> SandboxSpec:
-        """Return the specification with an image that contains these paths, so that they need not be mounted.
+        """Return the specification with an image that contains the files at `paths`, and without mounts of these paths.
 
         Raises SandboxError if the image cannot be built."""
         if not paths:

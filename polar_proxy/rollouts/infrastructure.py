@@ -16,7 +16,8 @@ _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 class InfrastructureError(PolarError):
-    """An attempt failed through no fault of the agent: a sandbox, the engine, the disk. The worker tries again."""
+    """An attempt failed through no fault of the agent, for example because of a sandbox, the engine or the disk. The
+    worker tries again."""
 
     def __init__(self, cause: str, text: str) -> None:
         """`cause` is machine-readable: sandbox, harness, evaluator, engine, store, disk or internal."""
@@ -34,10 +35,11 @@ class UnsafeSandboxError(PolarError):
 
 @contextlib.contextmanager
 def infrastructure_errors(cause: str) -> Iterator[None]:
-    """Turn timeouts, and errors of sandboxes, workspaces, installers and the system, into InfrastructureError.
+    """Raise InfrastructureError in place of a timeout or of an error of a sandbox, a workspace, an installer or the
+    system.
 
-    The new error has this `cause`, or `disk` if the disk failed. The error of a sandbox that fails its self-test
-    becomes UnsafeSandboxError."""
+    The new error has this `cause`, or `disk` if the disk failed. If a sandbox fails its self-test, raise
+    UnsafeSandboxError in place of its error."""
     try:
         yield
     except SandboxLeaks as error:

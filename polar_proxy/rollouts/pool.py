@@ -128,8 +128,9 @@ class SandboxPool:
     def _target(self, key: Hashable, requested_at: float) -> int:
         """Return how many sandboxes of this specification should wait: as many as are taken while one opens.
 
-        Source: Little's law. The count begins one opening time before `requested_at`, the time of the request. One
-        opening time before now would be too late, because the request may have waited for its sandbox."""
+        Source: Little's law. The period that counts begins one opening time before `requested_at`, the time of the
+        current request. A period that begins one opening time before now would be too short, because the current
+        request may have waited for its sandbox."""
         demand = self._demand(key)
         since = requested_at - demand.opening
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))

@@ -25,10 +25,10 @@ class PreparedAgent:
     """The workspace before the agent starts. The agent's patch is the difference from it."""
     context: LaunchContext
     plan: LaunchPlan
-    """How to start it on the task's instruction."""
+    """How to start the agent on the task's instruction."""
 
     async def exec(self, text: str, resume: bool, seconds: float) -> ExecResult:
-        """Start the agent on a text of the user: the instruction, or with `resume` one that continues the dialogue."""
+        """Start the agent on a text of the user: the instruction or, with `resume`, a later message of a dialogue."""
         plan = self.plan
         if resume:
             plan = self.harness.adapter.launch(
@@ -38,7 +38,9 @@ class PreparedAgent:
         return await self.sandbox.exec(plan.argv, env=plan.env, cwd=self.sandbox.workdir, timeout=seconds)
 
     def interpret(self, process: ExecResult, *, stopped: bool = False) -> tuple[int | None, ExitOutcome, str]:
-        """Return exit code, outcome and a message of one start. `stopped`: the agent was stopped from outside."""
+        """Return (exit code, outcome, message) of a run of the agent. `stopped`: the agent was stopped from outside.
+
+        The exit code is None if the agent was stopped or ran out of time."""
         exit_code = None if process.timed_out or stopped else process.exit_code
         tail = (process.stdout + process.stderr)[-_LOG_TAIL_BYTES:].decode(errors="replace")
         return exit_code, *self.harness.adapter.interpret(exit_code, tail)

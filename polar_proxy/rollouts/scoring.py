@@ -1,14 +1,14 @@
 """Scoring of an agent's work, which distinguishes faults of the agent from faults of the task and the machine.
 
 An evaluation may end without a verdict: its sandbox died, a file could not be written, the test script left no reward,
-the task's function raised an exception. Then it is repeated without the agent's patch, as a control. If the control has
-a verdict, task and machine work, and the patch is at fault. The reward is then 0, because a rollout without a reward
-would not count in the baseline. If the control has no verdict either, the agent is not at fault: the rollout gets no
-reward, or the error is raised.
+the task's function raised an exception. The evaluation is then repeated without the agent's patch, as a control. If the
+control has a verdict, task and machine work, and the patch is at fault. The reward is then 0, because a rollout without
+a reward would not count in the baseline. If the control has no verdict either, the agent is not at fault: the rollout
+gets no reward, or the error is raised.
 
 After an error, the evaluation with the patch must fail a second time before the patch is at fault. The function of a
-`python` evaluator may return no reward on purpose. If only evaluators of this kind gave no reward, there is no
-control, and the rollout gets no reward.
+`python` evaluator may return no reward on purpose. If only evaluators of this kind gave no reward, there is no control,
+and the rollout gets no reward.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ async def _evaluate(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
 
 
 async def _without_verdict(work: EvaluationInput, sandboxes: SandboxFactory) -> set[int]:
-    """Evaluate the work; return the positions of the evaluators without a verdict: after an error, all positions."""
+    """Evaluate the work. Return the positions of the evaluators without a verdict; after an error, return all
+    positions."""
     try:
         return _silent(work, await _evaluate(work, sandboxes))
     except (InfrastructureError, EvaluatorError) as error:

@@ -108,8 +108,9 @@ class RolloutService:
 
     @classmethod
     def of(cls, settings: Settings, store: Store, gateway: Gateway, engine: Engine, **given: Any) -> Self:
-        """Return a service with the limits, folders and allowed code of the settings. `given`: further options of the
-        constructor, which override these."""
+        """Return a service with the limits, the folders and the allowed code of the settings.
+
+        `given`: further arguments of the constructor; they override the values from the settings."""
         defaults = {"limits": ServiceLimits.of(settings), "code": settings.code(), "home": settings.home}
         return cls(store, gateway, engine, settings.harness_cache, **{**defaults, **given})
 
@@ -172,7 +173,7 @@ class RolloutService:
     async def submit(
         self, tasks: Sequence[Task], spec: JobSpec, *, idempotency_key: str | None = None
     ) -> tuple[JobRow, bool]:
-        """Queue a job; return it, and whether it is new."""
+        """Queue a job. Return the job, and whether it is new."""
         version = await self._engine.weight_version() if spec.overflow == "keep" else None
         job = await submit(
             self._store,
@@ -259,15 +260,16 @@ async def submit(
     """Queue a job, whether or not a worker runs. Return the job, and whether it is new (see `store.jobs.submit`).
 
     `info` (the engine) and `harness` (name and version of the agent, by default those that `spec` names) are recorded
-    with the rollouts. `owned`: the job belongs to this process. `policy_version`: the current one, if it is known; kept
-    rollouts that are too old for it are not carried over to this job. `code` and `harnesses` (the folder with the
-    user's definition files): the agents that the job may name besides Polar's own. Raises UsageError."""
+    with the rollouts. `owned`: the job belongs to this process. `policy_version`: the current policy version, if it is
+    known. Rollouts that earlier jobs kept (`overflow`) are not carried over to this job if they are too old for this
+    version. `code` and `harnesses` (the folder with the user's definition files): the agents that the job may name
+    besides Polar's own. Raises UsageError."""
     check_job(spec)
     keep = spec.overflow == "keep"
     if keep and owned:
         raise UsageError(
-            "`polar run` cannot use `--overflow keep`, because it ends with its job, and nothing would then continue "
-            "the rollouts that are kept. Use `polar submit`."
+            "`polar run` cannot use `--overflow keep`, because `polar run` ends with its job, and nothing would then "
+            "continue the rollouts that are kept. Use `polar submit`."
         )
     if harness is None:
         harness = await asyncio.to_thread(harness_label, spec.harness, harnesses, code)
@@ -328,7 +330,7 @@ async def cancel(store: Store, job_group_or_rollout: str) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def local_gateway(settings: Settings, engine: Engine, store: Store) -> AsyncIterator[Gateway]:
-    """Serve a gateway on a free loopback port that accepts only the keys of rollouts."""
+    """Serve a gateway that accepts only the keys of rollouts, on a free loopback port."""
     own = settings.gateway.model_copy(update={"host": "127.0.0.1", "port": 0, "require_known_keys": True})
     async with (
         open_engines(settings.engines) as engines,

@@ -12,9 +12,9 @@ The command runs in the agent's own sandbox every `every` seconds while the agen
 agent is stopped, and its work is scored as usual. The check saves time and never decides the reward, so an agent gains
 nothing by deceiving it. The command must not contain a secret, because the agent can see it run.
 
-**Budgets.** The gateway refuses the calls of a session whose budget is spent (`sessions/budget.py`), and agents then
-end by themselves. One that still runs `GRACE_SECONDS` later is stopped, and so is one that makes no call for longer
-than its budget allows.
+**Budgets.** When the budget of a session is spent, the gateway refuses further calls or answers them with a text that
+asks the agent to finish (`sessions/budget.py`). Most agents then end by themselves. An agent that still runs
+`GRACE_SECONDS` later is stopped. An agent that makes no call for longer than its budget allows is stopped at once.
 """
 
 from __future__ import annotations

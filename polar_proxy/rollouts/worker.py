@@ -61,10 +61,13 @@ class Worker:
         on_end: Callable[[str], None] = lambda rollout_id: None,
         job_id: str | None = None,
     ) -> None:
-        """`policy_version` is called before every claim, `on_release` with each rollout whose attempt has ended,
-        `on_end` when the end of the attempt is recorded, and `on_settled` with each group that has ended. With `job_id`
-        the worker claims only rollouts of that job; with "" it claims nothing until `work_on` names a job. Without
-        `job_id` it claims rollouts of all jobs, except jobs that only their own process runs (`polar run`)."""
+        """`policy_version` is called before every claim. `on_release` is called with a rollout's id when its attempt
+        has ended, `on_end` with this id after the end of the attempt was recorded. `on_settled` is called with the id
+        of each group that has ended.
+
+        With `job_id` the worker claims only rollouts of that job; with "" it claims nothing until `work_on` names a
+        job. Without `job_id` it claims rollouts of all jobs, except the jobs of `polar run`, which only their own
+        process runs."""
         self.name = f"{socket.gethostname()}:{os.getpid()}:{new_id('w')[-8:]}"
         """The name under which this worker claims rollouts: host, process id and a random part."""
         self._store = store

@@ -44,7 +44,7 @@ _PACK_REPOSITORY = ".polar-base"
 """Git repository with which the workspace is packed: a folder in HOME, removed before the agent starts."""
 _BRANCH = "main"
 _REPACK_SECONDS = 600.0
-"""Limit of repacking the history; a large repository takes a minute."""
+"""Time limit of repacking the history; a large repository takes a minute."""
 
 # Removes the files, apart from refs and config, that name commits or the repository's origin.
 _REMOVE_TRACES = r"""
@@ -126,7 +126,9 @@ async def write_task_files(task: Task, sandbox: Sandbox, bundle: Path | None) ->
 
 
 async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = None) -> None:
-    """Make the agent's workspace: a repository with one branch. With `snapshot`, the task's files stay as they are."""
+    """Make the agent's workspace: a repository with one branch.
+
+    If `Environment.snapshot` is set, leave the task's files as they are instead."""
     environment = task.environment
     await write_task_files(task, sandbox, bundle)
     if uses_image(environment, sandbox.kind) and environment.hide:
@@ -146,7 +148,7 @@ async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = 
 
 
 async def pack_files(sandbox: Sandbox, *, snapshot: bool) -> tuple[str, bytes]:
-    """Return the id of a git tree with the workspace's files, byte by byte as they are, and a pack that contains it.
+    """Return the id of a git tree with the workspace's files, byte by byte as they are, and a pack with this tree.
 
     Call it only before the agent starts: git runs inside the sandbox, where an agent could have changed what git does.
     With `snapshot` all files are included, otherwise those that the workspace's repository tracks.
@@ -196,7 +198,8 @@ async def _delete_refs(sandbox: Sandbox) -> None:
 
 
 async def _delete_config_sections(sandbox: Sandbox) -> None:
-    """Delete stored credentials, branch tracking, and remotes, because their addresses may contain passwords."""
+    """Delete credentials, branch tracking and remotes from the repository's configuration. The address of a remote may
+    contain a password."""
     listing = (await git(sandbox, "config", "--local", "--name-only", "--list")).decode().splitlines()
     sections = {name.rpartition(".")[0] for name in listing}
     for section in sorted(sections):

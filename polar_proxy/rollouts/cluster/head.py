@@ -3,9 +3,9 @@
 The actors outlive a head that is killed: the nodes continue, and the next head finds them by their names. A head that
 is stopped stops its actors, and their rollouts in flight go back into the queue.
 
-Promise: the rollouts of a dead node are back in the queue as soon as Ray knows that the node is dead. A wrong report of
-Ray does no harm, because a worker that lost its claim can no longer write (`ClaimLostError`). Without a head the leases
-expire, and any node reclaims the rollouts.
+Promise: the rollouts of a dead node are back in the queue as soon as Ray knows that the node is dead. A wrong report by
+Ray does no harm, because a worker that lost its claim can no longer write (`ClaimLostError`). While no head runs, the
+leases of a dead node expire, and any other node reclaims its rollouts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cluster:
         address: str,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`address` is HOST:PORT of the Ray cluster, or `auto` for the one that this machine belongs to.
+        """`address` is HOST:PORT of the Ray cluster, or `auto` for the cluster that this machine belongs to.
 
         Raises UsageError for a database that other machines cannot reach."""
         if store.database.dialect == "sqlite":
@@ -105,7 +105,7 @@ class Cluster:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(
                 f"This machine belongs to no Ray cluster with the address {self._address} ({error}). "
-                "Start one with `ray start --head`, or join it with `polar node --ray-address HOST:PORT`."
+                "Start a cluster with `ray start --head`, or join one with `polar node --ray-address HOST:PORT`."
             ) from error
 
     async def _alive(self) -> list[RayNode]:

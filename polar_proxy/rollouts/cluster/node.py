@@ -1,8 +1,9 @@
 """The work of one node of a Ray cluster: a rollout service as on a single machine, and scoring for other nodes.
 
 **Capacity.** A node offers sandboxes by the custom resource `polar_sandbox` (agents at a time), which `polar node`
-sets. If any node has it, only such nodes are used, because the others were left out on purpose. In a cluster without
-it, every node is used for as many agents as its processors and its memory allow (`agent_capacity`).
+sets. If any node has this resource, only nodes with this resource are used, because the others were left out on
+purpose. If no node has this resource, every node is used for as many agents as its processors and its memory allow
+(`agent_capacity`).
 
 **Scoring tasks.** A scoring task gets the agent's patch and its task, and returns a score; its sandbox is opened and
 closed on the node that Ray chose. The rollout stays with the node that ran its agent, and only that node writes to the
@@ -50,7 +51,7 @@ SCORING_RESOURCE = "polar_scoring"
 scores."""
 
 SANDBOX_BYTES = 4 << 30
-"""Memory in bytes of a sandbox whose task does not specify it."""
+"""Memory in bytes that is counted for each agent in a node's capacity, whatever the agent's task needs."""
 
 
 # ---------------------------------------------------------------- capacity
@@ -58,7 +59,8 @@ SANDBOX_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A living node with its resources by Ray's names: CPU, memory in bytes, custom ones."""
+    """A living node of the Ray cluster. `resources` has the node's amount of each resource, by the name that Ray gives
+    it: CPU, memory (in bytes) and custom resources."""
 
     node_id: str
     address: str
@@ -123,7 +125,7 @@ class NodeConfig:
 
     @property
     def digest(self) -> str:
-        """A hash of the configuration; a node whose hash differs must be restarted."""
+        """A hash of the configuration. A node with another hash than the head's must be restarted."""
         settings = json.dumps(self.settings.model_dump(), sort_keys=True, default=_to_json_value)
         rest = f"{self.address} {self.agents} {self.version}"
         return hashlib.sha256(f"{settings} {rest}".encode()).hexdigest()
@@ -188,19 +190,20 @@ def node_settings(given: Settings) -> Settings:
 
 
 def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
-    """Return the limits of a node, which claims a quarter more rollouts than may run, so that a free place is filled at
-    once.
+    """Return the limits of a node.
 
-    A server without a cluster claims twice as many as may run. A node claims fewer, because another node could run the
-    rollouts that this one only holds."""
+    A node claims a quarter more rollouts than may run at a time, so that the next rollout starts as soon as one ends. A
+    server without a cluster claims twice as many as may run. A node claims fewer, because another node could run the
+    rollouts that wait here."""
     in_flight = config.agents + max(1, config.agents // 4)
     return ServiceLimits.of(settings, config.agents, in_flight=in_flight)
 
 
 def gateway_host(host: str, address: str) -> str:
-    """Return the address on which a node's gateway listens: the node's own `address`, or 127.0.0.1.
+    """Return the address on which a node's gateway listens.
 
-    It is 127.0.0.1 if the setting `gateway.host`, given as `host`, is a loopback address."""
+    If `host` (the setting `gateway.host`) is a loopback address, this is 127.0.0.1, otherwise the node's own
+    `address`."""
     return "127.0.0.1" if is_loopback(host) else address
 
 
@@ -237,7 +240,8 @@ class NodeActor:
         await asyncio.wait([self._work])
 
     async def sweep(self) -> list[str]:
-        """Remove the sandboxes of dead processes on this machine, such as a dead node that ran here too."""
+        """Remove the sandboxes of dead processes on this machine, for example those of a dead node that ran here
+        too."""
         return [str(item) for item in await orphans.sweep()]
 
     async def _run(self) -> None:
@@ -291,7 +295,7 @@ async def _wait_for_end(ref: Any) -> None:
 
 
 def _score(work: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score | InfrastructureError:
-    """Run a scoring task. When Ray cancels it by an interrupt, `asyncio.run` still closes its sandbox."""
+    """Run a scoring task. If Ray interrupts the task to cancel it, `asyncio.run` still closes the sandbox."""
     task = work.task
     assert isinstance(task, Task)
 
