@@ -54,7 +54,7 @@ def new_id(prefix: str) -> str:
 
 
 def encode_id(prefix: str, value: int) -> str:
-    """Return the id with this 100-bit number: microseconds since the epoch, followed by 40 random bits."""
+    """Return the id that encodes a 100-bit number: microseconds since the epoch, followed by 40 random bits."""
     return prefix + "_" + "".join([_ALPHABET[(value >> shift) & 31] for shift in range(95, -5, -5)])
 
 
@@ -174,7 +174,7 @@ class ClientOptions:
     fields: Json = field(default_factory=dict)
     """Other fields of the body, by name (`a.b` for a field of an object). They have no effect on open models."""
     betas: tuple[str, ...] = ()
-    """The provider's trial features that the client asks for in a header, each as `header: feature`."""
+    """The provider's beta features that the client asks for in a header, each as `header: feature`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ class SampleEvent:
     versions: tuple[tuple[int, str], ...] = ()
     """The value for `Choice.versions`, from engines that report versions only at the end, with the `finish_reason`."""
     usage: Usage | None = None
-    """Comes from engines that report no token ids. The last one of an answer counts."""
+    """Token counts, from engines that report no token ids. The last `usage` of an answer replaces earlier ones."""
     provider_turn: ProviderTurn | None = None
     """The choice in the provider's own format, if it holds signatures. Comes with the `finish_reason`."""
     raw: ProviderPiece | None = None
@@ -402,21 +402,21 @@ class CallRecord:
     prompt_reason: str | None = None
     """Why the prompt was not continued from the base's tokens (`sessions/continuation.py` lists the reasons)."""
     base_call_id: str | None = None
-    """The base: the call whose messages and answer mean the same as the beginning of this one. Set in both modes."""
+    """The base: the call whose messages and answer mean the same as this call's first messages. Set in both modes."""
     base_choice: int | None = None
     provider_conversation: str | None = None
     response_id: str | None = None
     response_items: Json | None = None
     """Item id of a passed-through response -> kind and number in this record ("fc_0": the first tool call). Later
-    requests refer to it, to `response_id` or to `provider_conversation`. Only the last is read back from the store."""
+    requests may name such an id, `response_id` or `provider_conversation`; only the conversation is read back."""
     deleted_at: float | None = None
-    """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
+    """When the client deleted the response, in seconds since the epoch. The call is kept, and still trained on."""
     engine_name: str | None = None
     """Name of the engine in the settings [engines]; None for the engine of [engine]."""
     route: str | None = None
     """Name of the rule that chose the engine."""
     hooks: Json | None = None
-    """Changes by hooks: `request` (its changed parts, as the model saw them), `answer` (the messages as sampled)."""
+    """Changes by hooks. `request`: the changed parts, as the model saw them. `answer`: the messages, as sampled."""
     conversation: ConversationTurn | None = None
     """Items that committing the record adds to a conversation; None in a record that is read back."""
 
@@ -458,8 +458,8 @@ class AnswerSampling(NamedTuple):
     changes: Json
     """The other settings that changed the model's own distribution, such as top_p or a penalty; empty if none did."""
     logprob_mode: LogprobMode
-    """`processed`: the log-probabilities are of the distribution that was sampled from. `raw`: of the model's own
-    distribution at temperature 1, without `changes`."""
+    """`processed`: the log-probabilities are those of the sampled distribution. `raw`: they are those of the model's
+    own distribution at temperature 1, without `changes`."""
     versions: tuple[tuple[int, str | None], ...]
     """(first position within the answer, policy version) of each run of its tokens, from position 0 on."""
 

@@ -85,5 +85,5 @@ class InProcessResponse(httpx.AsyncByteStream):
         message = await self._sent.get()
         if message is None:
             await self._task  # raises the application's error, if any
-            raise httpx.RemoteProtocolError("the application ended before its response did")
+            raise httpx.RemoteProtocolError("the application ended before its response was complete")
         return message

@@ -249,7 +249,7 @@ class ExportDecoder(StreamDecoder[bytes | ExportSummary]):
 
     def response_ended(self) -> None:
         if not self.ended:
-            raise UnreachableError("The server ended the export before it was complete: see its log, and try again.")
+            raise UnreachableError("The export broke off before its end. See the server's log, and try again.")
 
 
 class EventDecoder(StreamDecoder[Event]):
@@ -325,7 +325,7 @@ class StreamReader(Generic[T]):
         """Prepare the next connection. Raises UnreachableError if the stream cannot be resumed."""
         if not self.decoder.resumable:
             problem = f"The answer from {_origin(error)} broke off: {error or type(error).__name__}"
-            raise UnreachableError(f"{problem}. It cannot be continued: request it again.")
+            raise UnreachableError(f"{problem}. The answer cannot be continued. Send the request again.")
         self.pause = self._budget.pause(error) or RECONNECT_SECONDS
         self.decoder.connection_lost()
 

@@ -88,8 +88,8 @@ class ApiMethods:
 
     @api_method
     def events(self, job_id: str | None = None, *, after: str | None = None) -> ApiStream[m.Event]:
-        """Stream the events of one job until the job has ended (the last event is `end`), or those of all jobs without
-        end.
+        """Stream the events of one job until the job has ended (the last event is `end`), or the events of all jobs
+        without end.
 
         The client reconnects after a lost connection without missing or repeating an event. `after`: the id of the
         last event seen.
@@ -161,7 +161,7 @@ class ApiMethods:
         """Return a rollout, a session or a call in full.
 
         `name`: its id, the beginning of its id, a session's label, or `last` for the session that was used last.
-        `tokens`: return the sampled tokens with their texts.
+        `tokens`: also return the sampled tokens with their texts.
         """
         return _get("/records", m.Record, name=name, tokens=tokens)
 

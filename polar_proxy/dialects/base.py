@@ -65,8 +65,8 @@ class AnswerChoice(AssistantDraft):
     versions: list[tuple[int, str]] = field(default_factory=list)
     """(position of the first token, policy version) of each run of tokens that were sampled under one version."""
     reasoning_tokens: int | None = None
-    """Number of tokens up to the end of the reasoning. None if there is no reasoning, or if its last token is unknown
-    because the engine sent it in one event with text or tool calls."""
+    """Number of tokens up to the end of the reasoning. None if there is no reasoning, if the engine reports no token
+    ids, or if one event of the engine held both the last reasoning and text or tool calls."""
 
     def add(self, event: SampleEvent) -> None:
         if event.text:
@@ -126,7 +126,7 @@ class Answer:
     choices: dict[int, AnswerChoice] = field(default_factory=dict)
     """The choices by their index."""
     usage: Usage | None = None
-    """The provider's token counts. If the engine reports no token ids, they are used instead of counting ids."""
+    """The provider's token counts. They stand in for counts of token ids if the engine reports no token ids."""
     ended_at: float | None = None
     """When the answer ended, in seconds since the epoch."""
     response_id: str | None = None
@@ -216,7 +216,7 @@ class Encoder(ABC):
         """Return the bytes that report an error inside a stream that has begun."""
 
     def warmed_up(self, answer: Answer) -> bytes:
-        """Return the whole stream of the empty answer to a warm-up, a request that samples nothing."""
+        """Return the whole stream for a warm-up, a request that samples nothing and gets an empty answer."""
         raise NotImplementedError("this dialect has no warm-ups, that is, requests that sample nothing")
 
     def unfinished(self, status: str) -> bytes:
@@ -238,7 +238,7 @@ class ParsedRequest:
     encoder: Callable[..., Encoder] = field(compare=False, repr=False)
     """Makes a new encoder of the answer. Arguments: the call id, the time of creation and the keyword `sampled`."""
     generate: bool = True
-    """False for a warm-up: nothing is sampled, and a later request may continue it by its id."""
+    """False for a warm-up: nothing is sampled. A later request may name the warm-up's id and continue it."""
     background: bool = False
     """True if the client gets an id at once and retrieves the answer later."""
     provider_tools: tuple[str, ...] = ()
@@ -252,7 +252,8 @@ class ParsedRequest:
 
 
 def provider_tools(listed: Iterable[str], body: Json, *fields: str) -> tuple[str, ...]:
-    """Return the names of a body's provider-side tools: those in `listed`, and each of `fields` that the body has."""
+    """Return the names of the tools that the provider runs: all of `listed`, and each of `fields` that is set in
+    `body`."""
     return tuple(dict.fromkeys([*listed, *(name for name in fields if body.get(name))]))
 
 
@@ -265,7 +266,7 @@ class ReferencedCall:
     answer: Message | None
     """The call's answer; None for a warm-up, which samples none."""
     problem: str | None = None
-    """Why the answer is incomplete and the call cannot be referred to; None if it can."""
+    """Why the answer is incomplete, so that the call cannot be referred to; None if the answer is complete."""
 
 
 class References(NamedTuple):
@@ -328,20 +329,19 @@ class Dialect(ABC):
         raise NotImplementedError(f"the dialect {self.name} does not support conversations")
 
     def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
-        """Return a body from its stored fields. Parsed again, it gives the same engine request.
+        """Return a body made from its stored fields. Parsing this body gives the same engine request again.
 
-        If the body held several requests (Completions with several prompts), `messages` are those of one of them. A
-        model that the URL named is not restored, and neither is a reference to an earlier call, because a continued
-        conversation is stored whole.
+        If the body held several requests (Completions with several prompts), `messages` are those of one of them. The
+        returned body has no model if this dialect takes the model from the URL (Google). The body has no references to
+        earlier calls, because a continued conversation is stored whole.
         """
         stored_tools = {} if tools is None else {"tools": orjson.loads(tools)}
         return {**params, **self.message_fields([orjson.loads(message) for message in messages]), **stored_tools}
 
     def check_length(self, request: EngineRequest, engine: EngineInfo) -> None:
-        """Raise RequestError if `request` asks for more tokens than the model's longest answer and the provider of this
-        dialect refuses such requests.
+        """Refuse a request for more tokens than the model's answers can have, if this dialect's provider does so, too.
 
-        By default nothing is refused, and the answer ends early.
+        Raises RequestError. By default nothing is refused, and the answer ends at the model's limit.
         """
         return
 
@@ -351,7 +351,8 @@ class Dialect(ABC):
 
     @abstractmethod
     def client_options(self, params: Json) -> ClientOptions:
-        """Return those options of a request that only hosted models know. `params`: the stored fields of its body."""
+        """Return the options of a request that only hosted models know. `params`: the stored fields of the request's
+        body."""
 
     @abstractmethod
     def error_body(self, error: RequestError, request_id: str) -> bytes:

@@ -35,7 +35,7 @@ def custom_parameters(description: Any, form: Any) -> Json:
 
 
 def custom_input(arguments: str) -> str | None:
-    """Return the text in the arguments of a custom tool's call; None for arguments of another form."""
+    """Return the text in the arguments of a custom tool's call; None if they are not of the form `{"input": text}`."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -53,7 +53,8 @@ def begins_as_input(arguments: str) -> bool:
 def custom_arguments(text: str, path: str, *, raw: bool = False) -> str:
     """Return the arguments of a custom tool's call from the text that the client sends back. Raises RequestError.
 
-    `path`: the text's place in the body. `raw`: the text is known to be the whole argument string.
+    `path`: the path of the text in the body, for errors. `raw`: True if `text` is known to be the whole argument
+    string, which is then returned unchanged.
     """
     return text if raw or is_broken_input(text) else to_json({"input": text}, path).decode()
 
@@ -66,7 +67,7 @@ def is_broken_input(arguments: str) -> bool:
 class CustomInputDecoder:
     """Decodes the text of a custom tool's call while its arguments arrive in pieces.
 
-    Other arguments may follow the text. So only `custom_input`, on the complete arguments, shows whether they have the
+    Other arguments may follow the text. Check the complete arguments with `custom_input` to see whether they have the
     expected form.
     """
 

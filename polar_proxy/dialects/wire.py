@@ -17,7 +17,7 @@ from polar_proxy.types import Json
 
 _SEAL_PREFIX = b"polar1."
 MAX_SEALED_BYTES = 16 << 20
-"""Size limit of an unsealed text, because the sealed one comes from the client and may be a zip bomb."""
+"""Maximum size of a text that is unsealed. The sealed string comes from the client and may be a zip bomb."""
 
 
 def to_json(value: Any, param: str) -> bytes:
@@ -58,7 +58,7 @@ def seal(text: str) -> str:
 
 
 def unseal(value: object) -> str | None:
-    """Undo `seal`; None for any other value, such as a signature of another provider or a damaged one.
+    """Undo `seal`. Return None for any other value, such as another provider's signature or a damaged string.
 
     The URL-safe alphabet and padding are accepted, because SDKs encode the bytes again.
     """

@@ -22,7 +22,7 @@ class DockerfileWorkspace:
     files: dict[str, str]
     """Text by relative path."""
     executable: tuple[str, ...]
-    """Which of `files` are executable."""
+    """Paths of the executable files among `files`."""
     env: dict[str, str]
 
 

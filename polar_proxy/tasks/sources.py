@@ -46,12 +46,12 @@ def get_source(name: str, code: AllowedCode = NO_CODE) -> TaskSource:
     * a built-in family, such as ``swe-task``;
     * the path of a JSONL or JSON file: rows of tasks, or rows in SWE-bench's form;
     * the path of a Harbor task folder, or of a folder that holds such folders;
-    * ``module:Class``, a `TaskSource` of your own, or ``module:function`` that returns tasks (or rows), if `code`
-      allows it.
+    * if `code` allows it: ``module:Class``, a `TaskSource` of your own, or ``module:function``, which returns tasks (or
+      rows).
 
-    The rows of a file may name only functions that `code` allows; a `Task` that your own code makes may name any. Tasks
-    that cannot be used are listed in the source's `refused`. Raises `UsageError` if nothing has this name, or it is not
-    a source, or cannot be read.
+    The rows of a file may name only functions that `code` allows; a `Task` that your own code makes may name any
+    function. Tasks that cannot be used are listed in the source's `refused`. Raises `UsageError` if nothing has this
+    name, or if the file or object with this name is not a source or cannot be read.
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]()
@@ -76,9 +76,10 @@ def load_tasks(
     """Return the requested tasks, and the refused ones with reasons.
 
     A file, folder or function gives a list of tasks, some of which may be refused. A family or class makes a task from
-    any seed; the refusals are then None. The result has up to `instances` tasks, from number `seed` (default 0) on,
-    without refused ones. If `instances` is missing, the result has one task. If `seed` is missing too, and the source
-    is a list, the result has all tasks. Raises UsageError if there is no such source, or the source has no such seed.
+    any seed; the refusals are then None. The result has up to `instances` tasks, from number `seed` (default 0) on;
+    refused tasks are skipped. If `instances` is missing, the result has only the task `seed`. If `seed` is missing too,
+    and the source is a list, the result has all tasks. Raises UsageError if there is no such source, if the source has
+    no such seed, or if `seed` alone is requested but refused.
     """
     source = get_source(name, code)
     if isinstance(source, TaskList):
@@ -137,7 +138,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, object]]:
     `where` names the row in messages, such as ``tasks.jsonl:3``. A line that is not JSON gives a `BadTaskError` in
     place of its row.
 
-    A first row ``{"defaults": {...}}`` holds values for fields that the others leave out. Raises `UsageError` for a
+    A first row ``{"defaults": {...}}`` holds values for fields that the other rows leave out. Raises `UsageError` for a
     file that cannot be read at all.
     """
     if path.suffix not in _SUFFIXES:

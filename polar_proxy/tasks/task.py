@@ -79,7 +79,7 @@ class Environment:
     disk_mb: int | None = None
     """MiB that the files in home, workspace and folders may take; None: the setting `sandboxes.disk_mb`."""
     build_network: bool = False
-    """The commands of the Dockerfile in `build` have a network."""
+    """True if the commands of the Dockerfile in `build` have a network."""
 
     @property
     def needs_image(self) -> bool:
@@ -104,7 +104,7 @@ class Task:
     task_id: str
     """Unique and stable, for example ``swe-task-42``."""
     family: str
-    """Name of the source that it comes from."""
+    """Name of the source that the task comes from."""
     seed: int
     """The seed that reproduces the task within its family; in a file or folder of tasks, its position from 0."""
     instruction: str
@@ -112,7 +112,7 @@ class Task:
     files: Mapping[str, str] = field(default_factory=dict)
     """The workspace at the start: text by relative POSIX path. The rollout commits it to git."""
     hidden_files: Mapping[str, str] = field(default_factory=dict)
-    """Written over the patched workspace in a fresh evaluation sandbox. The agent never sees them."""
+    """Files that are written over the patched workspace in a fresh evaluation sandbox. The agent never sees them."""
     test_command: tuple[str, ...] = ()
     """The command that runs the tests in the root of the evaluated workspace; a log parser reads its output."""
     fail_to_pass: tuple[str, ...] = ()
@@ -186,7 +186,7 @@ def _task_reader() -> TypeAdapter[Task]:
 def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:
     """Raise `BadTaskError`, naming the field, for a task that would fail later or be judged wrongly.
 
-    Also refuses a task whose evaluators call functions that `code` does not allow. Does not import them.
+    Also refuses a task whose evaluators call functions that `code` does not allow. No function is imported.
     """
     if not task.task_id or any(letter.isspace() for letter in task.task_id):
         raise BadTaskError("task_id: must be text without spaces")
@@ -234,7 +234,7 @@ def _check_environment(environment: Environment, task: Task) -> None:
     paths = (*environment.folders, *environment.hide, *([environment.workdir] if environment.workdir else []))
     for path in paths:
         if not posixpath.isabs(path) or posixpath.normpath(path) == "/" or ".." in path.split("/") or "\0" in path:
-            raise BadTaskError(f"environment: {path!r} must be absolute, without .. in it, and not be /")
+            raise BadTaskError(f"environment: {path!r} must be an absolute path below /, without ..")
     if environment.image is not None and not _IMAGE.fullmatch(environment.image):
         raise BadTaskError(f"environment.image: {environment.image!r} is not the name of an image")
     if environment.base_commit is not None:

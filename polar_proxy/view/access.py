@@ -111,7 +111,7 @@ class PageAccess:
 
 
 def make_cookie(row: ApiKeyRow, key_hash: bytes, expiry: int) -> str:
-    """Return the cookie of an API key that is valid until `expiry`, in seconds since the epoch."""
+    """Return a cookie for an API key. The cookie is valid until `expiry`, in seconds since the epoch."""
     text = f"{row.name}.{expiry}"
     return f"{text}.{hmac.digest(key_hash, f'polar view {text}'.encode(), 'sha256').hex()}"
 
@@ -167,6 +167,6 @@ def _to_login(request: Request) -> Response:
 
 
 def safe_next(path: str) -> str:
-    """Return the path of a page of this server to go to after the login; `/` for anything else."""
+    """Return `path` if it is a page of this server, else `/`. The browser goes there after the login."""
     is_ours = path == "/" or path.startswith(("/?", "/view/"))
     return path if is_ours and "\\" not in path and not any(ord(letter) < 33 for letter in path) else "/"

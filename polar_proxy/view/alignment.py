@@ -44,18 +44,18 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The messages of several runs. `shared`: the messages with which all runs begin. `rows`: the later messages, one
-    cell per run, None after its last message; the first row has the first difference."""
+    """The messages of several runs. `shared`: the messages with which all runs begin. `rows`: the later messages, with
+    one cell per run; the cell is None after the run's last message. The first row has the first difference."""
 
     shared: Sequence[Cell]
     rows: Sequence[Sequence[Cell | None]]
 
 
 def main_call(calls: Sequence[CallSummary]) -> CallSummary | None:
-    """Return the answered call with the longest conversation of the agent itself; None if there is none.
+    """Return the agent's answered call with the longest conversation; None if the agent has no answered call.
 
-    Calls of the edges `side_call` and `subagent`, and all calls that descend from them, do not count. `calls` are
-    ordered by start.
+    Calls with the edge `side_call` or `subagent`, and all calls that descend from these calls, do not count. `calls`
+    are ordered by start.
     """
     beside: set[str] = set()
     own = []

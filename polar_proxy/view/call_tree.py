@@ -101,7 +101,8 @@ def draw_tree(calls: Sequence[CallSummary], chosen: str | None = None, most: int
 
 
 def _parent(place: dict[str, int], index: int, call: CallSummary) -> int | None:
-    """Return the row of a call's parent; None without one, or if it did not start earlier (clocks may differ)."""
+    """Return the row of a call's parent. None if the call has no parent here, or if the parent did not start before the
+    call (clocks may differ)."""
     parent = place.get(call.parent_call_id or "")
     return parent if parent is not None and parent < index else None
 

@@ -1,4 +1,4 @@
-"""Server-sent events for open pages: an event when the records that a page shows have changed, so that it updates.
+"""Server-sent events for open pages: an event tells a page that the records it shows have changed.
 
 Several gateways, workers and trainers may write to one database, so no process knows all changes. The server therefore
 reads the state of the records twice a second, once for all pages that show the same records, and only while a page is

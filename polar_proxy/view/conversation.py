@@ -51,7 +51,7 @@ class ShownCall:
     """The messages as they were received, as indented JSON; None if only a separate page shows them."""
     raw_tools: str | None
     problem: str | None
-    """Why the request could not be parsed; it is then shown as it was received. None if it was parsed."""
+    """Why the request could not be parsed, so that it is shown as it was received; None if it was parsed."""
 
 
 def show_call(

@@ -72,8 +72,8 @@ class EngineValues:
         return {"ratios": ratios, "policy_version": await engine.weight_version()}
 
     async def alternatives(self, sequence: TokenSequence, position: int) -> Json:
-        """Return the likeliest tokens at a position after the first, each with text and log-probability, and a lower
-        bound of the entropy there, in nats. Raises UsageError, RequestError and EngineError."""
+        """Return the likeliest tokens at `position` (from 1 on), each with text and log-probability, and a lower bound
+        of the entropy at this position, in nats. Raises UsageError, RequestError and EngineError."""
         engine = self._engine_for(sequence)
         if not 0 < position < len(sequence.token_ids):
             raise UsageError(f"{position} is not a position from 1 to {len(sequence.token_ids) - 1}.")

@@ -55,7 +55,7 @@ def create_view_router(api: ApiContext, *, open_on_loopback: bool, writable: boo
 def _add_search(pages: APIRouter, view: ViewContext) -> None:
     @pages.get("/view/find")
     async def find(name: Annotated[str, Query(max_length=300)]) -> Response:
-        """Go to the record with this id, beginning of an id, or label."""
+        """Redirect to the page of a record. `name`: its id, the beginning of its id, or its label."""
         return RedirectResponse(await find_page(view, name.strip()), status_code=303)
 
 

@@ -83,7 +83,7 @@ def test_reads_every_example() -> None:
             {"environment": {"repository": {"source": ".", "commit": "x"}}, "files": {"a": ""}},
             "files or repository, not both",
         ),
-        ({"environment": {"workdir": "app"}}, "'app' must be absolute"),
+        ({"environment": {"workdir": "app"}}, "'app' must be an absolute path"),
         ({"environment": {"build": "."}}, "has no Dockerfile"),
     ],
 )

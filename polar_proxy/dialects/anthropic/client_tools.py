@@ -1,9 +1,9 @@
 """Anthropic-defined tools that the client runs (shell, text editor, memory, computer), as OpenAI functions.
 
-Anthropic's models know the arguments of these tools, so clients send no schema; other models need the one given here. A
-call comes back as an ordinary `tool_use` block with the tool's name and arguments. The type of a tool ends with the
-date of its version, as in `text_editor_20250728`; a version that is too new to be known is offered like the latest
-known one.
+Anthropic's models know the arguments of these tools, so clients send no schema. Other models need a schema, which this
+module adds. The client gets a call of such a tool as an ordinary `tool_use` block with the tool's name and arguments.
+The type of a tool ends with the date of its version, as in `text_editor_20250728`. A version that is newer than the
+versions known here is offered like the newest known version.
 
 Sources: the pages of these tools in https://docs.anthropic.com/en/docs/agents-and-tools/tool-use, and the types of
 Anthropic's SDK.

@@ -84,7 +84,7 @@ class FrameEncoder(Encoder):
 
 
 def _frames(stream: bytes) -> bytes:
-    """Return a stream of server-sent events, whose JSON has no line breaks, as one frame for each event."""
+    """Convert server-sent events to frames, one frame for each event. The JSON of an event has no line breaks."""
     payloads = (event.partition(b"data: ")[2] for event in stream.split(b"\n\n"))
     headers = {":message-type": "event", ":event-type": "chunk", ":content-type": "application/json"}
     chunks = (orjson.dumps({"bytes": base64.b64encode(payload).decode()}) for payload in payloads if payload)

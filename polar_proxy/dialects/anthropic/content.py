@@ -7,8 +7,8 @@
   a tool that a server ran lies inside the assistant's turn, and becomes a `tool` message in the middle of the turn.
 * A message with the role `system` keeps its place.
 * Content that is a single text becomes a string, whether it came as a string or as a block: Claude Code alternates
-  between the two. Citations and other marks that no model reads are dropped; `cache_control` is kept in a separate
-  field of the message.
+  between the two. Citations and other annotations that no model reads are dropped; `cache_control` is kept in a
+  separate field of the message.
 * The text of a tool error gets the prefix `Error: `, unless it already begins with the word "error".
 * An image or a file becomes OpenAI's content part, which the engine accepts or refuses. Unknown blocks are shown to
   the model as JSON. Everything that the API itself renders is kept.
@@ -79,7 +79,8 @@ def _content_blocks(value: Any, path: str) -> list[Json]:
 
 
 def _append_turn(messages: list[Message], turn: list[Message]) -> None:
-    """Append an assistant's turn. If an assistant message precedes it, merge the turn's first message with that one."""
+    """Append an assistant's turn to `messages`. If the last of `messages` and the first of `turn` are both assistant
+    messages, merge these two."""
     last = messages[-1] if messages else None
     if last is not None and last.role == "assistant" and turn and turn[0].role == "assistant":
         merged = AssistantDraft()
@@ -100,7 +101,8 @@ class _BlockReader:
         self._path = path
 
     def input(self, role: str, blocks: list[Json]) -> list[Message]:
-        """Return a user or system message as messages: one for each tool result, then one for the rest."""
+        """Convert the blocks of a user or system message to messages: one for each tool result, then one for the other
+        blocks."""
         results: list[Message] = []
         rest: list[tuple[Json, str]] = []
         for block, path in _rendered(blocks, self._path):
@@ -155,8 +157,8 @@ class _BlockReader:
         return self._parts(_rendered(_content_blocks(content, path), path))
 
     def _marked_parts(self, blocks: list[tuple[Json, str]]) -> tuple[list[Json], tuple[tuple[int, Json], ...]]:
-        """Return the parts of the blocks, and the marks that ask to cache the prompt: (index of the marked part,
-        `cache_control`)."""
+        """Return the content parts of the blocks, and (index of a part, `cache_control`) for each block with a
+        `cache_control`. The client asks to cache the prompt up to this part."""
         if not any("cache_control" in block for block, _ in blocks):
             return self._parts(blocks), ()
         parts: list[Json] = []
@@ -281,7 +283,8 @@ def _source(block: Json, path: str) -> Json:
 
 
 def _source_url(source: Json, path: str, expected: str) -> str:
-    """Return an image or document as a URL. `expected`: error text for any other type of source."""
+    """Return the URL of an image or document; base64 data becomes a data URL. `expected`: the error text if the source
+    is neither a URL nor base64 data."""
     if source.get("type") == "base64":
         return f"data:{string_field(source, 'media_type', path)};base64,{string_field(source, 'data', path)}"
     if source.get("type") == "url":

@@ -4,21 +4,22 @@ Source: https://docs.anthropic.com/en/api/messages-streaming
 
 Text and thinking are streamed as they arrive. A tool call is sent when it is complete and committed: `input` must be an
 object, which is known only when all arguments were sampled. (Anthropic's own servers hold arguments back for the same
-reason.) The arguments of a tool with `eager_input_streaming` are streamed as they arrive, valid or not.
+reason.) The arguments of a tool with `eager_input_streaming` (an eager tool) are streamed as they arrive, valid or not.
 
-One block is open at a time. Text and calls that arrive while the arguments of an eager tool are incomplete wait until
-these arguments are complete, or the answer ends.
+One block is open at a time. While the arguments for an eager tool are incomplete, other text and tool calls wait until
+these arguments are complete or the answer ends.
 
 Thinking is sent only if the client requested it by `thinking`; otherwise the client gets only text and tool calls. The
 record always holds the thinking, and a continued prompt contains the thinking as it was sampled.
 
-Arguments that are not a JSON object (`[1]`, or cut short by `max_tokens`) are not changed into one: the tool call is
+If the arguments are not a JSON object (`[1]`, or cut short by `max_tokens`), they are not repaired. The tool call is
 sent as text, with its name and arguments as sampled. So the agent runs nothing that the model did not write, and
 nothing is lost.
 
 Claude Code acts on the text of two errors: it compacts the conversation when a 400 begins with `prompt is too long`,
-and requests fewer tokens after `input length and max_tokens exceed context limit`. Engines use other texts, with the
-code `context_length_exceeded` for both. Confusing the two would make an agent compact a conversation that fits.
+and requests fewer tokens after `input length and max_tokens exceed context limit`. Engines word the two errors
+differently, and give both the code `context_length_exceeded`. If this module took the second error for the first, an
+agent would compact a conversation that fits.
 Source: https://docs.anthropic.com/en/api/errors
 """
 
@@ -71,7 +72,7 @@ class AnthropicEncoder(Encoder):
     _open_index: int = field(default=0, init=False)
     _thinking: list[str] = field(default_factory=list, init=False)
     _begun_calls: list[int] = field(default_factory=list, init=False)
-    """Numbers of the tool calls whose block has begun. The last one may be open."""
+    """Numbers of the tool calls whose block has begun. The last of these blocks may still be open."""
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
     """The tool calls so far, if there are eager tools."""
     _waiting: list[tuple[str, str]] = field(default_factory=list, init=False)
@@ -187,9 +188,11 @@ class AnthropicEncoder(Encoder):
         return _input_delta(self._open_index, delta.arguments) if is_open else b""
 
     def _send_waiting(self) -> bytes:
-        """Return the events for waiting text, thinking and calls of eager tools, up to the first incomplete call.
+        """Return the events that can be sent now: for waiting text and thinking, then for calls of eager tools, in
+        order.
 
-        A tool call waits until the one before it has begun and, unless its tool is eager, until the end of the answer.
+        Nothing is sent after an incomplete call. The first call of a tool that is not eager, and all calls after it,
+        are sent at the end of the answer.
         """
         out, calls = b"", self._received.tool_calls
         while self._open != "tool_use" or _is_complete(calls[self._begun_calls[-1]].arguments):
@@ -211,7 +214,7 @@ def _is_complete(arguments: str) -> bool:
 
 
 def _usage(answer: Answer) -> Json:
-    """Return the token counts. Anthropic's `input_tokens` leaves out what was read from a cache or written to it."""
+    """Return the token counts. Anthropic's `input_tokens` excludes tokens read from a cache or written to it."""
     cached = min(answer.cached_tokens or 0, answer.prompt_tokens)
     written = min(answer.cache_write_tokens or 0, answer.prompt_tokens - cached)
     return {
@@ -234,9 +237,10 @@ def _stop_reason(choice: AnswerChoice, *, called: bool) -> tuple[str, str | None
 
 
 def _calls_in_blocks(choice: AnswerChoice, begun: Container[int]) -> list[int]:
-    """Return the numbers of the tool calls that are sent as `tool_use` blocks; the others are sent as text.
+    """Return the numbers of the tool calls that are sent as `tool_use` blocks. All other calls are sent as text.
 
-    These are the calls whose arguments are a JSON object, and those in `begun`, whose block has been opened.
+    A call is sent as a block if its arguments are a JSON object, or if its block has begun already (its number is in
+    `begun`).
     """
     return [number for number, call in enumerate(choice.tool_calls) if number in begun or _is_input(call.arguments)]
 
@@ -254,7 +258,8 @@ def _is_input(arguments: str) -> bool:
 
 
 def _calls_as_text(choice: AnswerChoice, in_blocks: list[int]) -> str:
-    """Return the tool calls that are not `in_blocks` as text: name and arguments as sampled, one on each line."""
+    """Return as text the tool calls whose numbers are not in `in_blocks`: name and arguments as sampled, one call per
+    line."""
     calls = [
         f"{call.name}({call.arguments})" for number, call in enumerate(choice.tool_calls) if number not in in_blocks
     ]

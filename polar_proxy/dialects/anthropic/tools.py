@@ -1,14 +1,14 @@
 """Anthropic's tools as OpenAI functions, including those whose loading is deferred.
 
-At the top of its prompt, the model is offered each tool that the client runs, unless its loading is deferred. (A
-deferred tool that `tool_choice` names is offered there, too.) Tools whose arguments Anthropic defines
-(`bash_20250124`, ...) are in `client_tools`. Tools that Anthropic's own servers run (`web_search`, `code_execution`,
-...) are listed in `of_provider` and not offered.
+The top of the prompt offers the model each tool that the client runs, except tools whose loading is deferred. (A
+deferred tool that `tool_choice` names is offered there, too.) Tools whose arguments Anthropic defines (`bash_20250124`,
+...) are in `client_tools`. Tools that Anthropic's own servers run (`web_search`, `code_execution`, ...) are listed in
+`of_provider` and not offered.
 
-A deferred tool (`defer_loading`) is shown at the place in the conversation that loads it. There, a `tool_reference` in
-a tool result, or a `tool_addition` in a message, becomes the tool's definition. Its form is the one that Claude Code's
-ToolSearch announces to its model. The prompt before that place does not change, so the prompt of the previous call can
-be continued token for token; adding the tool to the list at the top would rewrite the whole prompt.
+A deferred tool (`defer_loading`) is shown where the conversation loads it: a `tool_reference` in a tool result, or a
+`tool_addition` in a message, becomes the tool's definition. The definition has the format that Claude Code's ToolSearch
+announces to the model. The prompt before the definition does not change, so the prompt of the previous call can be
+continued token for token; adding the tool to the list at the top would rewrite the whole prompt.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def parse_tool_choice(choice: Json | None, tools: AnthropicTools) -> tuple[str |
 
 
 def render_definitions(functions: Iterable[Json]) -> str:
-    """Return the text that shows the definitions of deferred tools to the model, where they are loaded."""
+    """Return the text that shows the model the definitions of deferred tools. The text stands where the conversation
+    loads the tools."""
     lines = [
         "<function>"
         + to_json({key: item["function"][key] for key in sorted(item["function"])}, "tools").decode()
@@ -109,7 +110,8 @@ def render_definitions(functions: Iterable[Json]) -> str:
 
 
 def parse_tool_addition(value: Any, tools: AnthropicTools, path: str) -> Json | None:
-    """Return the function of a `tool_addition`: one declared in the request, or one defined in the block itself."""
+    """Return the tool of a `tool_addition`, as an OpenAI function: a tool that the request declares, or that the block
+    defines. None if the client does not run this tool, or the request does not declare it."""
     if not isinstance(value, dict):
         raise invalid_type(path, "an object")
     if value.get("type") == "tool_definition":

@@ -6,12 +6,13 @@ The model reads:
 * Consecutive `model` contents as one assistant message, because SDKs keep each chunk of a streamed answer as a content.
   Text parts are joined without a separator. Reasoning is restored from Polar's thought signatures, or from thought
   text if the client kept it; signatures of other providers are ignored.
-* A `functionResponse` as a tool message. Its id says which tool call it answers; without an id, it answers the first
-  call of that name in the model's last turn that has no result yet. Its text is the string in `output` or `result` if
+* A `functionResponse` as a tool message. Its id says which tool call it answers; without an id, it answers a call in
+  the model's last turn: the first call of that name without a result. Its text is the string in `output` or `result` if
   `response` has no other field, else the JSON of `response` (an `error` keeps its key, so that the model sees the
   failure).
 * A `functionResponse` inside a `model` content ends the assistant message before it; what follows begins another one.
-* The results of a content first, directly after the tool calls; its other parts (images, text) then, as a user message.
+* First the tool results of a content, directly after the tool calls; then its other parts (images, text), as a user
+  message.
 * A repeated result only once (Gemini CLI repeats results when it resumes). A second result for one id with different
   text is kept, because Polar cannot decide which one is right.
 * Ids of tool calls as the engine gave them, without the prefix `{name}__` that Gemini CLI adds.
@@ -34,7 +35,8 @@ _IGNORED_FIELDS = {
     *("videoMetadata", "mediaResolution", "partMetadata", "callIndex", "toolCall", "toolResponse", "mediaProcessing"),
     *("audioTranscription", "speechMetadata", "documentMetadata", "spreadsheetMetadata", "audioMetadata"),
 }
-"""Fields of a part that no model here can read: metadata of other fields, and Google's own server-side tools."""
+"""Fields of a part that are ignored, because no model here can read them: metadata of other fields, and Google's own
+server-side tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +71,9 @@ def unpack(signature: str) -> SignedReasoning | None:
 
 
 def extend_reasoning(known: str, signed: SignedReasoning) -> str:
-    """Return the `known` reasoning of a turn with one more piece of it.
+    """Return the reasoning of a turn: `known`, extended by the piece `signed`.
 
-    A piece that is already known changes nothing, and neither does one that begins after the end of `known`.
+    Return `known` alone if it already contains the piece, or if text is missing between `known` and the piece.
     """
     end = signed.start + len(signed.reasoning)
     if signed.start <= len(known) < end:
@@ -258,7 +260,7 @@ def _result_content(response: FunctionResponse, path: str) -> str | list[Json]:
 
 
 def _data(part: Part, path: str) -> list[Json]:
-    """Return a part that is neither a tool call nor a tool result as OpenAI content parts."""
+    """Convert a part to OpenAI content parts. The part must be neither a tool call nor a tool result."""
     if part.text is not None:
         return [text_part(part.text)]
     if (blob := part.inline_data) is not None:

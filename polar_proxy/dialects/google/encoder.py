@@ -6,11 +6,11 @@
   the first call is where Google's own API puts a signature. In a stream, the text's signature is on its first piece:
   Gemini CLI appends later pieces to the first and drops all their other fields. Reasoning after the last part goes into
   the signature of an additional empty text part.
-* `args` must be a JSON object. Arguments that are not one (`[1]`, broken JSON, cut short) reach the agent as the text
+* `args` must be a JSON object. Other arguments (`[1]`, broken JSON, cut short) reach the agent as the text
   `name(arguments)`, letter for letter, and never as an empty object; the signature restores the tool call when the text
   comes back. Empty arguments of a finished tool call mean `{}`.
-* `thoughtsTokenCount` counts the tokens up to the end of the reasoning, `candidatesTokenCount` the others. If an engine
-  does not show where the reasoning ends, all tokens count as the candidate's.
+* `thoughtsTokenCount` counts the tokens up to the end of the reasoning, `candidatesTokenCount` the tokens after it. If
+  an engine does not show where the reasoning ends, `candidatesTokenCount` counts all tokens.
 * An answer of the type `text/x.enum` is sampled as a JSON string, because engines can constrain JSON. It is sent in one
   piece, without the quotes.
 * There are no safety ratings, so no `safetyRatings` and no `promptFeedback`.

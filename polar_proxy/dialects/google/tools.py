@@ -1,4 +1,4 @@
-"""Google's tools as OpenAI functions: declarations, their schemas, and which of them the model may call.
+"""Google's tools as OpenAI functions: declarations, their schemas, and the choice of the tools that the model may call.
 
 Source: https://ai.google.dev/api/caching#Tool and #Schema. Tools that Google would run itself (googleSearch,
 codeExecution, urlContext, ...) are listed and not offered: no engine here can run them.
@@ -83,7 +83,7 @@ def parse_tool_choice(
 ) -> tuple[tuple[Json, ...], str | Json | None]:
     """Return (tools to offer, OpenAI's tool_choice).
 
-    In the modes ANY and VALIDATED, only the tools in `allowedFunctionNames` are offered, if it names any, because
+    If `allowedFunctionNames` is not empty, the modes ANY and VALIDATED offer only the tools that it names, because
     engines cannot restrict a choice to some of the offered tools. In all other respects VALIDATED is treated as AUTO,
     because an engine enforces tool schemas in every request or in none.
     """

@@ -119,7 +119,7 @@ def _parse_messages(raw: list[Any], previous: ParsedRequest | None) -> tuple[tup
 
 
 def _stored_tools(raw: list[Any], previous: ParsedRequest | None) -> bytes | None:
-    """Return all tools as bytes to store, those that are not offered included."""
+    """Return all tools as bytes to store, including the tools that are not offered."""
     stored = to_json(raw, "tools") if raw else None
     return previous.tools if previous is not None and previous.tools == stored else stored
 

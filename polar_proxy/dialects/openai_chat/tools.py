@@ -5,7 +5,7 @@ Engines know only functions, so tools of other kinds are replaced:
 * `function`: unchanged.
 * `custom` (free text): a function with one string parameter `input` (`custom_tools.py`). A call whose arguments are
   not exactly of this form is returned as a call of a function, so that no argument is changed.
-* `functions` (deprecated in favour of `tools`): calls are returned as `function_call`, at most one per answer.
+* `functions` (deprecated in favour of `tools`): a call is returned as `function_call`, at most one per answer.
 * Tools of other types are the provider's own. They are listed and not offered, because nothing here can run them.
 """
 
@@ -35,9 +35,11 @@ class ChatTools:
     """Types of the tools that the provider itself runs. They are not offered."""
 
     def choose(self, choice: Any, path: str) -> tuple[str | Json | None, tuple[Json, ...]]:
-        """Return (tool_choice, tools) for the engine. `choice` is the body's choice, `path` the name of its field.
+        """Return (tool_choice, tools) for the engine. `choice` is the value of the body's field, `path` the name of the
+        field.
 
-        With `allowed_tools` the other tools are not offered, which is the only way to prevent their calls.
+        If the choice is of the type `allowed_tools`, only the allowed tools are offered, because the engine might call
+        any tool that is offered.
         """
         functions = self.offered
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -75,7 +77,7 @@ def parse_tools(tools: list[Any], functions: list[Any]) -> ChatTools:
     """Return the tools of a body's fields `tools` and `functions`. Raises RequestError if both are used, or if a tool
     is malformed."""
     if tools and functions:
-        raise invalid("functions", "send either 'tools' or 'functions'")
+        raise invalid("functions", "send either 'tools' or 'functions', not both")
     offered: list[Json] = []
     custom: set[str] = set()
     of_provider: list[str] = []
@@ -142,7 +144,7 @@ def parse_calls(message: Json, position: int) -> tuple[ToolCall, ...]:
 
 
 def legacy_call_id(position: int) -> str:
-    """Return an id for the `function_call` in message number `position`, because the API gives it none."""
+    """Return an id for the `function_call` in message number `position`. The API gives no ids to such calls."""
     return f"call_{position}"
 
 

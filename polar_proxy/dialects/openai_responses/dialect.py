@@ -185,7 +185,7 @@ def _parse(body: Json) -> tuple[ResponsesFields, ChatRequest, Toolbox]:
         raise unsupported("prompt", "send the conversation in 'input'")
     fields = ResponsesFields.read({**body, "n": None})
     if fields.conversation is not None and not fields.store:
-        raise invalid("store", "a call in a conversation is stored, because its items are added to the conversation")
+        raise invalid("store", "it must be true, because the call's items are added to 'conversation'")
     if fields.background:
         if fields.stream:
             raise unsupported("stream", "a response in the background is not streamed; retrieve it by its id")
@@ -259,7 +259,8 @@ def _echoed_fields(fields: ResponsesFields) -> Json:
 
 
 def _echoed_tool(tool: Json) -> Json:
-    """Return a tool as a response object shows it: a function has all its fields, in the form of this API."""
+    """Return a tool as a response object shows it: a function in the form of this API, with the default for each
+    missing field."""
     if tool["type"] != "function":
         return tool
     if isinstance(tool.get("function"), dict) and tool.get("name") is None:  # the form of Chat Completions

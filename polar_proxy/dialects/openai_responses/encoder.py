@@ -1,9 +1,8 @@
 """The answer to a Responses request: one object, or the stream of events from which a client assembles it.
 
-Promises: events are numbered without gaps. One item is open at a time, so both kinds of clients can read the stream:
-those that track only one current item, and those that use indexes. An item is closed when the next one begins; the item
-that is open when the engine ends is closed in `end`, after the commit, with `response.completed` or
-`response.incomplete`.
+Promises: events are numbered without gaps. One item is open at a time. So the stream suits clients that track only one
+current item as well as clients that use indexes. An item is closed when the next one begins; the item that is open when
+the engine ends is closed in `end`, after the commit, with `response.completed` or `response.incomplete`.
 
 To keep this order, a tool call waits until the earlier one is complete. Text after a tool call waits until that call is
 complete and no other call waits; white space alone waits until the end. Calls of built-in tools are sent in one piece
@@ -11,8 +10,8 @@ when they are complete, and so are calls of custom tools whose arguments do not 
 other custom calls is decoded as it arrives; if the complete arguments turn out not to have the form `{"input": text}`,
 the `done` event and the item hold the argument string instead.
 
-The log-probabilities in a delta are those of the engine's event that brought the text; those in `done` belong to the
-whole text.
+A delta has the log-probabilities of the engine's event that brought its text; the `done` event has those of the whole
+text.
 """
 
 from __future__ import annotations
@@ -175,7 +174,8 @@ class ResponsesEncoder(Encoder):
         return self._close("completed") + self._open_text(kind) + self._text_delta(text, logprobs)
 
     def _text_after_call(self, call: _StreamedToolCall, kind: str, text: str) -> bytes:
-        """Keep text that arrives while a tool call is open; return its events once it may be sent, else nothing.
+        """Keep text that arrives while a tool call is open. Return the events of the kept text if it may be sent now,
+        else nothing.
 
         It may be sent once the open call is complete, no other call is waiting, and the text is not only white space.
         """

@@ -75,7 +75,8 @@ class _AnswerDraft(AssistantDraft):
 
 
 class _ItemReader:
-    """Reads items in order into messages. `ids`: the ids of the input's items, without those of references."""
+    """Reads items in order into messages. `ids`: the ids of the items that the input contains, not of the items that it
+    only refers to."""
 
     def __init__(self, tools: Toolbox, ids: set[str]) -> None:
         self._tools = tools
@@ -140,7 +141,8 @@ class _ItemReader:
     def _text_fits(self) -> bool:
         """Return whether text or reasoning may continue the current draft.
 
-        If the draft has text and no tool calls yet, it may not: the text or reasoning begins another answer.
+        False if there is no draft. Also False if the draft has text and no tool calls yet, because new text or
+        reasoning then begins another answer.
         """
         return self._draft is not None and (not self._draft.text or bool(self._draft.tool_calls))
 
@@ -203,7 +205,8 @@ class _ItemReader:
     def _found_tools(self, item: Json, path: str) -> list[Json]:
         """Return the name and description of each tool in the result of a tool search.
 
-        The model reads no more of them here, because `collect_tools` adds their definitions to the offered tools.
+        The result shows the model nothing else of these tools, because `collect_tools` adds their definitions to the
+        offered tools.
         """
         found: list[Json] = []
         for raw in item.get("tools") or ():
@@ -285,7 +288,7 @@ def _read_part(part: Any, path: str) -> Json:
         return {"type": "file", "file": {key: part[key] for key in keys if isinstance(part.get(key), str)}}
     if kind in ("input_audio", "image_url", "file") and isinstance(part.get(kind), dict):
         return {"type": kind, kind: part[kind]}
-    advice = " by the id of an uploaded file; send its data" if part.get("file_id") else ""
+    advice = " by the id of an uploaded file; send the file's data" if part.get("file_id") else ""
     raise invalid(path, f"a content part of type {kind!r:.80} cannot be read here{advice}", code="unsupported_value")
 
 

@@ -73,7 +73,8 @@ class ItemId(NamedTuple):
     def part(self) -> AnswerPart:
         """The part of a recorded call that the id names.
 
-        All texts of an answer are one part, because they are recorded as one text; so is all its reasoning.
+        All texts of an answer are one part, because they are recorded as one text. All reasoning of an answer is one
+        part, too.
         """
         kind = "call" if self.prefix in _CALL_PREFIXES else self.prefix
         return self.call_id, kind, self.number if kind in ("call", _INPUT) else 0
@@ -125,13 +126,14 @@ def message_item(identity: str, text: str, status: str, logprobs: list[Json]) ->
 
 
 def stored_item(item: Json, identity: str) -> ConversationItem:
-    """Return an item as a conversation stores it: unchanged. `identity`: its id, if the client gave it none."""
+    """Return an item, unchanged and with its id, as a conversation stores it. `identity`: the id if the client gave the
+    item none."""
     given = item.get("id")
     return ConversationItem(given if isinstance(given, str) and given else identity, item)
 
 
 def listed_item(item: Json, identity: str) -> Json:
-    """Return an input item as the API shows it. `identity`: its id, if the client gave it none."""
+    """Return an input item as the API shows it. `identity`: the id if the client gave the item none."""
     listed = {"type": "message", "status": "completed", **{k: v for k, v in item.items() if v is not None}}
     listed["id"] = stored_item(item, identity).item_id
     if listed["type"] == "message":
@@ -186,8 +188,8 @@ def call_item(tools: Toolbox, call: ToolCall, call_id: str, number: int, status:
 def answer_items(answer: Message, call_id: str) -> list[Json]:
     """Return a recorded answer as input items.
 
-    Every tool call becomes a `function_call`, under the name by which the engine was offered the tool. The client may
-    have received another kind of item, but the model reads all kinds the same.
+    Every tool call becomes a `function_call`. Its name is the name under which the tool was offered to the engine. The
+    client may have received another kind of item, but the model reads all kinds the same.
     """
     items: list[Json] = []
     if answer.reasoning:

@@ -1,16 +1,17 @@
 """References of a body to recorded calls, written out before the body is parsed.
 
 `previous_response_id` names a response: its conversation and its answer come before the body's own input.
-`conversation` names a conversation: its items come before the body's own input. A body cannot have both fields. An
-item of the input may name another item by its id (`{"type": "item_reference", "id": ...}`, the type is optional): it
-is replaced by that item. Such a reference may name an item of an answer, an input item as the API lists it, or an item
-of the conversation.
+`conversation` names a conversation: its items come before the body's own input. A body cannot have both fields. An item
+of the input may name another item by its id (`{"type": "item_reference", "id": ...}`, where the type is optional). The
+reference is replaced by the item. Such a reference may name an item of an answer, an input item as the API lists it, or
+an item of the conversation.
 
 Promises: an item that the input already has, in full or by an earlier reference, is not repeated. A reference to one
 text of an answer gives the answer's whole text, because the record joins the texts; the same holds for reasoning. The
-model reads a referenced item as it reads the item itself. A body that continues a response or a conversation is refused
-if it has the output of a tool call that the whole input lacks, because the body then continues the wrong one. (A body
-that continues neither may have such outputs: agents that shorten their history send them.)
+model reads a referenced item as it reads the item itself. A body that continues a response or a conversation may
+contain the output of a tool call that is nowhere in the whole input. Such a body is refused, because it continues the
+wrong response or conversation. (A body that continues neither may have such outputs: agents that shorten their history
+send them.)
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ def referenced_conversation(body: Json) -> str | None:
 
 
 def find_references(body: Json) -> References:
-    """Return the ids of the calls that a body refers to. Raises RequestError for an id that contains no call id. (An
-    item of a stored conversation may have such an id.)"""
+    """Return the ids of the calls that a body refers to.
+
+    Raises RequestError for a reference whose id contains no call id. If the body names a conversation, such an id is
+    accepted for an item, because the client may have given it to an item of the conversation.
+    """
     items = input_items(body.get("input"))
     calls: set[str] = set()
     answers: set[str] = set()

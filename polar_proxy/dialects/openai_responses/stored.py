@@ -1,8 +1,8 @@
 """Recorded responses as the API shows them: the response object, its event stream and its input items.
 
-They are made from the record alone. The object equals the one that the client got, except that the items of the answer
-are in the order reasoning, text, tool calls, and that there are no log-probabilities, because the record does not have
-the texts of single tokens. The stream has each text in one piece.
+They are made from the record alone. The object differs in two ways from the object that the client got. The items of
+the answer are in the order reasoning, text, tool calls. There are no log-probabilities, because the record does not
+have the texts of single tokens. The stream has each text in one piece.
 """
 
 from __future__ import annotations

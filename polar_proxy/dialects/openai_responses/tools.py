@@ -182,7 +182,8 @@ class Toolbox:
     def choose(self, choice: Any) -> tuple[str | Json | None, tuple[Json, ...]]:
         """Return the engine's (tool_choice, tools) for the body's `tool_choice`. Raises RequestError.
 
-        With `allowed_tools` the other tools are not offered, which is the only way to prevent their calls.
+        If the choice is of the type `allowed_tools`, only the allowed tools are offered, because the engine might call
+        any tool that is offered.
         """
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             names = self._allowed(choice)

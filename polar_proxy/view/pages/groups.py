@@ -35,7 +35,7 @@ Beside = Annotated[list[str], Query(alias="run", description="Ids of the rollout
 
 @dataclass(frozen=True, slots=True)
 class GroupTraining:
-    """The batch that a trainer makes of a group. `config`: the settings of the run that leased it, else the
+    """The batch that a trainer makes of a group. `config`: the settings of the run that leased the group, else the
     defaults."""
 
     plan: BatchPlan

@@ -33,7 +33,7 @@ _MOST_CALLS = 300
 """Maximum number of calls in the tree of one page."""
 _LIVE_SECONDS = 600.0
 """A session without a rollout counts as in use for this long after its last call."""
-Chosen = Annotated[str | None, Query(alias="call", description="The call that is shown. Default: the last answered.")]
+Chosen = Annotated[str | None, Query(alias="call", description="The shown call. Default: the last answered call.")]
 
 
 def add_routes(pages: APIRouter, view: ViewContext) -> None:
@@ -123,7 +123,7 @@ async def _session(
     session_id: str | None,
     chosen: str | None,
 ) -> Json:
-    """Return the values of the parts of a run's page that show its session."""
+    """Return the template values for the session's part of a run's page."""
     store = view.store
     session = None if session_id is None else await store.sessions.summary(session_id)
     calls: list[CallSummary] = []
@@ -207,7 +207,7 @@ def _head(file: ArtifactRow) -> str:
 
 
 def _tail(file: ArtifactRow) -> tuple[str, bool]:
-    """Return the last bytes of a log, which contain its result, and whether earlier ones are left out."""
+    """Return the last bytes of a log, which contain its result, and whether earlier bytes are left out."""
     with file.path.open("rb") as content:
         content.seek(max(0, file.bytes - _SHOWN_BYTES))
         return content.read().decode(errors="replace"), file.bytes > _SHOWN_BYTES

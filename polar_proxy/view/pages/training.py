@@ -1,5 +1,5 @@
-"""Pages of training runs: the list, and one run with its steps and curves, on which those of other runs can be
-overlaid."""
+"""Pages of training runs: the list, and one run with its steps and curves. The curves of other runs can be drawn over
+them."""
 
 from __future__ import annotations
 
