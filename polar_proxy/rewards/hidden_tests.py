@@ -110,8 +110,10 @@ class HiddenTestsEvaluator(Evaluator):
         red = [name for name in task.pass_to_pass if report.verdicts.get(name) not in _GOOD]
         if not green and not red and not report.timed_out:
             return None
-        reason = "the task is at fault: without a patch, fail_to_pass tests pass, pass_to_pass tests fail, or the tests "
+        reason = (
+            "the task is at fault: without a patch, fail_to_pass tests pass, pass_to_pass tests fail, or the tests "
             "run out of time"
+        )
         detail = {"no_reward": reason, "already_green": green, "already_red": red, "timed_out": report.timed_out}
         return Score(None, detail, report.log)
 
