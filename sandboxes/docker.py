@@ -153,11 +153,14 @@ class DockerSandbox(Sandbox):
         await self._container.put_archive("/", pack_archive(entries))
 
     async def _empty_volumes(self) -> None:
-        """Remove the image's files from the volumes: Podman copies them, because its Docker API ignores `NoCopy`."""
+        """Remove the image's files from the volumes. Podman copies them there, because its Docker API ignores
+        `NoCopy`."""
         done = await self._script(EMPTY, *self._volumes)
         if done.exit_code:
             reason = done.stderr.decode(errors="replace").strip()
-            raise SandboxError(f"Podman copied the image's files into {', '.join(self._volumes)}: {reason}")
+            raise SandboxError(
+                f"Podman copied the image's files into {', '.join(self._volumes)}, and they cannot be removed: {reason}"
+            )
 
     def _config(self, image: str, system_calls: str) -> dict[str, Any]:
         limits = self.spec.limits

@@ -154,8 +154,8 @@ async def describe_engine(wanted: DockerRuntime = "auto") -> str:
     if info.get("Rootless") or any(option.startswith(("name=userns", "name=rootless")) for option in options):
         return f"runtime {runtime}, root inside is an ordinary user outside"
     return (
-        f"runtime {runtime}, root inside is root outside (without capabilities) until the engine has userns-remap, "
-        "which it has for all containers or for none"
+        f"runtime {runtime}, root inside is root outside (without capabilities); to change this, set userns-remap "
+        "in the engine, which applies to all of its containers"
     )
 
 

@@ -108,7 +108,7 @@ class RunTable(_Table):
     """The command line. {program} stands for the program, {arguments} for the arguments of the connection,
     {instruction} for the task, and {resume} for the words of `resume`."""
     resume: Words = ()
-    """Words that continue the last conversation. Without them the harness cannot resume."""
+    """Words of the command line that continue the last conversation. Without them the harness cannot resume."""
     env: Mapping[str, str] = Field(default_factory=dict)
     settings: Settings = Field(default_factory=dict)
     """Additions to the settings files of the connection."""
@@ -150,7 +150,7 @@ class HarnessDefinition(_Table):
     summary: str
     homepage: str = ""
     program: str
-    """Name of the program in installations that users made themselves."""
+    """Name of the program that users start after they have installed the harness themselves."""
     wire_api: WireApi
     features: frozenset[Feature] = frozenset()
     """Which of these the program has: stream, subagents, parallel_tools, reasoning. (The keys of [run] show whether it

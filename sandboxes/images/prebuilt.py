@@ -110,7 +110,7 @@ async def prune_prebuilt(
         if below not in current:
             current[below] = await _current(engine, below, [] if everything else agents)
         up_to_date, size = current[below]
-        entry = StoredPrebuiltImage(name, below, int(image["Size"]) - size, False, "an installed agent's")
+        entry = StoredPrebuiltImage(name, below, int(image["Size"]) - size, False, "an installed agent uses it")
         if name not in up_to_date and await _remove_unless_used(engine, name):
             entry = replace(entry, removed=True, why="requested" if everything else "out of date")
         elif name not in up_to_date:
