@@ -56,7 +56,8 @@ class HarnessInfo:
     version_command: tuple[str, ...] = ("{program}", "--version")
     """Command that prints the installed version. ``{program}`` and ``{root}`` stand for fields of `Installation`."""
     tested_versions: tuple[str, str] | None = None
-    """The lowest and the highest version that this adapter was run with; None: its default version only."""
+    """The lowest and the highest version that this adapter was run with; None: it was run with its default version
+    only."""
     summary: str = ""
     """Description of the harness in a few words."""
     intercepted: bool = False

@@ -169,7 +169,7 @@ REFUSED_SOCKETS = [
     ("AF_INET (raw)", 2, 3, 1),
     ("AF_XDP", 44, 3, 0),
 ]
-"""(name, family, type, protocol)."""
+"""Sockets that every sandbox refuses: (name, family, type, protocol)."""
 
 
 def refused_calls(machine: str | None = None) -> dict[str, list[int]]:

@@ -407,7 +407,7 @@ def connect() -> socket.socket | None:
 
 
 def fork_keeper(agent: list, mcp: list, resume: bool, workdir: str) -> None:
-    """Start the keeper in the background. It listens when this function returns."""
+    """Start the keeper in the background. The keeper listens when this function returns."""
     Path(SOCKET).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(SOCKET)

@@ -146,7 +146,7 @@ def become_user(uid: int) -> None:
 
 
 class FilterProgram(ctypes.Structure):
-    """`struct sock_fprog`."""
+    """The C structure `sock_fprog`, which holds a BPF program."""
 
     _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
 
