@@ -36,8 +36,8 @@ class Aider(VenvHarness):
         wire_apis=("openai_chat",),
         runtime="python 3.10 to 3.12",
         features=frozenset({"stream", "resume"}),
-        notes="Exits with 0 even when it fails, so the adapter reads its output. It makes one model call per "
-        "instruction, edits and commits; it runs no commands and reads only files that the answer names.",
+        notes="Exits with 0 even when it fails, so the adapter reads its output. For each instruction it makes one "
+        "model call, edits the files and commits. Runs no commands, and reads only files that the answer names.",
         needs=("git",),
         version_command=("{program}", "-m", "aider", "--version"),
         summary="Pair programming in the terminal; edits by text blocks, without tools",

@@ -1,14 +1,13 @@
 """The protocol of a harness adapter, and the adapters by name.
 
 An adapter describes how to install one agent program, how to point it at an endpoint, how to start it on a task, and
-how to interpret its exit.
-It starts no agent and opens no sandbox. Promises:
+how to interpret its exit. An adapter starts no agent and opens no sandbox. Each adapter keeps these promises:
 
 * `install` is idempotent and safe to call from several processes at once; the installation it returns is complete.
 * Nothing is ever installed into the Python environment that runs Polar.
 * `launch` is pure: the same arguments give an equal plan, and nothing is read or written.
-* The API key appears in the plan's environment or files only, never in its argument list, where every user of the
-  machine could read it.
+* The API key appears in the plan's environment or files only. It is never in the argument list, which every user of the
+  machine could read.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ class HarnessError(Exception):
 
 
 class UnknownHarnessError(HarnessError, LookupError):
-    """No adapter has this name, or its class cannot be loaded. The text says which."""
+    """No adapter has this name, or the adapter's class cannot be loaded. The text says which."""
 
 
 class InstallError(HarnessError):
-    """The harness could not be installed. The text ends with the installer's last output."""
+    """The harness could not be installed. The text gives the reason, with the last output of an installer that
+    failed."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,10 @@ class HarnessInfo:
     needs: tuple[str, ...] = ()
     """Programs that must be on PATH in the sandbox."""
     version_command: tuple[str, ...] = ("{program}", "--version")
-    """Command that prints the installed version. ``{program}`` and ``{root}`` are those of `Installation`."""
+    """Command that prints the installed version. ``{program}`` and ``{root}`` stand for fields of `Installation`."""
     tested_versions: tuple[str, str] | None = None
-    """The lowest and the highest version that this adapter was run with; None: its default version only."""
+    """The lowest and the highest version that this adapter was run with; None: it was run with its default version
+    only."""
     summary: str = ""
     """Description of the harness in a few words."""
     intercepted: bool = False
@@ -109,7 +110,8 @@ class Endpoint:
     """The model API for a harness, and the folder for the settings that point the harness at it."""
 
     base_url: str
-    """OpenAI base URL, ending in ``/v1``. Anthropic and Google clients add a version themselves and get `root_url`."""
+    """OpenAI base URL, ending in ``/v1``. Clients of Anthropic and Google get `root_url` instead, because they add the
+    API version to the URL themselves."""
     api_key: str
     """Key of the session."""
     model: str
@@ -119,7 +121,7 @@ class Endpoint:
     request_timeout_seconds: float = 300.0
     """Time limit of one model call."""
     context_length: int | None = None
-    """Context length of the model in tokens. A harness with such a setting summarises before the context is full."""
+    """Context length of the model in tokens. A harness with a setting for it summarises before the context is full."""
     wire_api: WireApi | None = None
     """Dialect to speak, one of `HarnessInfo.wire_apis`; None: the first of them."""
 
@@ -157,7 +159,8 @@ class Connection:
     arguments: tuple[str, ...] = ()
     """The first arguments of the program."""
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """Settings files: path relative to `Endpoint.home`, ending in .json, .toml or .yaml (as JSON) -> content."""
+    """Settings files: path relative to `Endpoint.home` -> content. The path ends in .json, .toml or .yaml; .yaml files
+    are written as JSON."""
     unset: tuple[str, ...] = ()
     """Variables of the user's shell to remove, because the harness would prefer them to the endpoint or its key."""
     note: str = ""

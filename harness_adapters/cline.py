@@ -21,7 +21,7 @@ class Cline(NpmHarness):
         wire_apis=("openai_chat",),
         runtime="native",
         features=frozenset({"stream", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="Has no limit of model calls. Resumes only by the id of a conversation, so cannot resume here. "
+        notes="Has no limit of model calls. Cannot resume: it needs the id of the conversation, which Polar lacks. "
         "Contacts data.cline.bot at every start; no setting prevents it.",
         summary="Open-source agent for the terminal and editors",
         command="cline",

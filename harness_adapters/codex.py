@@ -1,6 +1,6 @@
 """Codex CLI (https://github.com/openai/codex): a native program that speaks Responses.
 
-Its endpoint is a custom provider in `config.toml`: the built-in one tries a WebSocket first and ignores
+Its endpoint is a custom provider in `config.toml`, because the built-in provider tries a WebSocket first and ignores
 `OPENAI_BASE_URL`.
 """
 

@@ -24,9 +24,9 @@ class GeminiCli(NpmHarness):
         wire_apis=("google_generate_content",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="A broken stream ends the run. Replaces old tool outputs when the history is large. "
-        "Its requests do not say which come from sub-agents. By ACP, it loses a session that it loads again within the "
-        "minute in which the session began; in a dialogue it is kept alive instead.",
+        notes="A broken stream ends the run. Replaces old tool outputs when the history is large. Its requests do not "
+        "show whether a sub-agent sent them. Over ACP, it cannot load a session again within the minute in which the "
+        "session began. In a dialogue this does not matter: Polar keeps the agent running.",
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
         summary="Google's agent for the terminal",
         command="gemini",
@@ -51,7 +51,7 @@ class GeminiCli(NpmHarness):
             arguments=(f"--model={endpoint.model}",),
             settings={_SETTINGS: settings},
             unset=("GOOGLE_API_KEY", "GOOGLE_GENAI_USE_VERTEXAI", "GOOGLE_GENAI_USE_GCA"),
-            note="Gemini CLI asks whether to trust the folder; with --prompt it needs --skip-trust instead.",
+            note="Gemini CLI asks whether to trust the folder. With --prompt it does not ask and needs --skip-trust.",
         )
 
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:

@@ -38,7 +38,7 @@ class OpenCode(NpmHarness):
         wire_apis=tuple(_LIBRARIES),
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="Accepts a truncated answer whose stream ended cleanly. Offers gpt models other tools.",
+        notes="Accepts a truncated answer whose stream ended cleanly. Offers a different set of tools to gpt models.",
         summary="Open-source agent for the terminal, for many providers",
         command="opencode",
     )
@@ -93,10 +93,9 @@ class OpenCode(NpmHarness):
 
 
 def _installed_plugin(version: str) -> dict[str, str]:
-    """Return files that mark opencode's plugin library, which only plugins need, as installed.
-
-    Otherwise every start in a new HOME requests it from the npm registry, which is unreachable from a sandbox.
-    """
+    """Return files that make opencode treat its plugin library as installed. Only plugins need this library. Without
+    the files, every start in a new HOME requests the library from the npm registry, which is unreachable from a
+    sandbox."""
     lock = {"lockfileVersion": 3, "packages": {"": {"dependencies": {"@opencode-ai/plugin": version}}}}
     return {
         ".config/opencode/package-lock.json": json_text(lock),

@@ -1,7 +1,7 @@
 """OpenHands CLI (https://github.com/OpenHands/OpenHands-CLI), headless, with its local terminal and file editor.
 
-It uses litellm and does not stream. The model's name determines the wire API: Responses for names that contain
-``gpt-5``, Messages after the prefix ``anthropic/``, Chat otherwise.
+It uses litellm and does not stream. The model's name determines the wire API: Responses if the name contains ``gpt-5``
+or ``codex-mini-latest``, Messages if it begins with ``anthropic/``, else Chat.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class OpenHands(VenvHarness):
         runtime="python 3.12",
         features=frozenset({"resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
         notes="Exits with 0 even when it fails, so the adapter reads its events. Speaks Responses only to a model "
-        "whose name contains gpt-5. Its first prompt contains the time to the microsecond. Has no step limit.",
+        "whose name contains gpt-5 or codex-mini-latest. Its first prompt contains the time to the microsecond. Has no "
+        "step limit.",
         needs=("git",),
         version_command=("{root}/bin/openhands", "--version"),
         summary="The agent of OpenHands, in the terminal",
@@ -53,8 +54,8 @@ class OpenHands(VenvHarness):
         if is_responses_name != (wire_api == "openai_responses") and wire_api != "anthropic_messages":
             raise HarnessError(
                 f"openhands chooses its wire API by the model's name, and {endpoint.model!r} does not make it speak "
-                f"{wire_api}: Responses needs a name that contains gpt-5 or codex-mini-latest, and Chat one that does "
-                "not contain either"
+                f"{wire_api}: for Responses, serve the model under a name that contains gpt-5 or codex-mini-latest; "
+                "for Chat, under a name that contains neither"
             )
         anthropic = wire_api == "anthropic_messages"
         return Connection(

@@ -23,7 +23,7 @@ class QwenCode(NpmHarness):
         wire_apis=("openai_chat",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="Its requests do not say which come from sub-agents. With `polar connect` it may run an agent that "
+        notes="Its requests do not show whether a sub-agent sent them. With `polar connect` it may run an agent that "
         "extracts memories.",
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
         summary="Qwen's agent for the terminal",

@@ -49,8 +49,8 @@ class ShellCommand(BaseHarness):
         notes="Give the command: --harness 'shell:my-agent --model {model} {instruction}'. Placeholders: "
         + ", ".join(f"{{{name}}}" for name in _NAMES)
         + ", {mount:/path}; {{ and }} stand for braces. The endpoint is in OPENAI_BASE_URL, ANTHROPIC_BASE_URL, "
-        "GOOGLE_GEMINI_BASE_URL and their keys; the task is also in POLAR_INSTRUCTION. The exit code decides the "
-        "outcome.",
+        "GOOGLE_GEMINI_BASE_URL; the key is in OPENAI_API_KEY, ANTHROPIC_API_KEY, GEMINI_API_KEY; the task is also in "
+        "POLAR_INSTRUCTION. The exit code decides the outcome.",
         version_command=(),
         tested_versions=("any", "any"),
     )

@@ -36,11 +36,12 @@ class Terminus2(VenvHarness):
         wire_apis=("openai_chat", "openai_responses"),
         runtime="python 3.12 or 3.13",
         features=frozenset({"mcp", "skills"}),
-        notes="The version is that of harbor. The prompt names MCP servers and skills; the agent uses them by typing. "
-        "harness_adapters.terminus_2:Terminus2RolloutDetails also requests token ids and log-probabilities.",
+        notes="The version is harbor's. The prompt tells the agent which MCP servers and skills there are. "
+        "The harness harness_adapters.terminus_2:Terminus2RolloutDetails also requests token ids and "
+        "log-probabilities.",
         needs=("tmux", "bash"),
         version_command=("{program}", "-c", "import importlib.metadata as m; print('harbor', m.version('harbor'))"),
-        summary="The agent of Terminal-Bench, started by harbor on its tasks",
+        summary="Terminal-Bench's agent, which harbor starts on harbor's own tasks",
         command="harbor",
     )
     success = "declared the task complete"

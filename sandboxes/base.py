@@ -1,18 +1,20 @@
 """The contract of a sandbox: an empty environment in which a program is run, observed and ended.
 
-The owner of a sandbox is the process that opened it. Promises that every kind keeps;
-`tests/sandboxes/test_sandbox_contract.py` checks them for each:
+The owner of a sandbox is the process that opened it. Every kind of sandbox keeps these promises, which
+`tests/sandboxes/test_sandbox_contract.py` checks:
 
-* `home` and `workdir` are empty, writable and belong to this sandbox alone.
-* None of the owner's environment variables are visible inside, except those that the specification gives.
+* `home` and `workdir` are empty, writable and belong to this sandbox alone. In docker, a `workdir` that the
+  specification names is a folder of the image, with its files.
+* No environment variable of the owner is visible inside, except those that the specification gives and, in a `process`
+  sandbox, a few that every program needs, such as PATH.
 * All commands of one sandbox see the same files and the same network.
-* The exit status is the program's own: `128 + n` after signal n, 127 if the program was not found, 126 if it could not
-  be started, with the reason on stderr.
+* The exit status is that of the program: `128 + n` after signal n, 127 if the program was not found, 126 if it could
+  not be started, with the reason on stderr.
 * A command that times out, or whose task is cancelled, is ended at once together with all processes that it started;
   the sandbox runs no other command before they have ended. Processes that a command leaves running after a normal end
   stay until `kill_all` or `close`, as with `docker exec`.
-* Output is bounded: of longer output the tail is kept, and `truncated` is set.
-* `close` removes everything. After `kill -9` of the owner, `orphans.sweep` does.
+* Output is limited. If it is longer, only its tail is kept, and `truncated` is set.
+* `close` removes everything. If the owner was killed (`kill -9`), `orphans.sweep` removes everything.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class SandboxEnded(SandboxError):
 
 
 class FileTooLarge(SandboxError):
-    """A file inside is larger than the limit of the read."""
+    """A file in the sandbox is larger than the limit that `read` was given."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,9 @@ class ResourceLimits:
     """Upper bounds of one sandbox; None means no bound. `Sandbox.unenforced` lists the bounds that a kind cannot
     enforce.
 
-    `file_mb` bounds the size of each file, `open_files` the descriptors of each process, `disk_mb` and `files` the
-    home, the working folder and all further folders together (see `disk`). Memory includes files in /tmp if /tmp is in
-    memory (bubblewrap).
+    `file_mb` bounds the size of each file, and `open_files` the number of open descriptors of each process. `disk_mb`
+    and `files` bound the total size and the number of the files in the home, the working folder and all further folders
+    together (see `disk`). Memory includes files in /tmp if /tmp is in memory (bubblewrap).
     """
 
     memory_mb: int | None = 4096
@@ -105,8 +107,8 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
-    """Absolute path of the working folder. None: the default of the kind, which in docker is the image's folder with
-    its files."""
+    """Absolute path of the working folder. None: the default of the kind, an empty folder. In docker, a path given here
+    is a folder of the image, with the image's files."""
     folders: tuple[str, ...] = ()
     """Further empty, writable folders, absolute."""
     hosts: tuple[str, ...] = ()
@@ -192,7 +194,7 @@ class Sandbox(ABC):
 
     kind: ClassVar[SandboxKind]
     exceeded: str | None = None
-    """The reason, if the programs inside were stopped because their files exceeded the disk quota. The files stay, and
+    """Why the programs inside were stopped, if their files exceeded the disk quota; otherwise None. The files stay, and
     new commands can run."""
     unenforced: tuple[str, ...] = ()
     """The requested limits that this sandbox cannot enforce, each with the reason."""
@@ -207,8 +209,8 @@ class Sandbox(ABC):
         self._record = registry.new_record(self.kind)
         self.id = self._record.id
         self.base = registry.state_dir / self.id
-        """A folder on the host for the sandbox's files, removed with it. Programs inside see it only in a `process`
-        sandbox."""
+        """A folder on the host for the sandbox's files, removed with the sandbox. Programs inside see it only in a
+        `process` sandbox."""
         self._record.dirs.append(str(self.base))
         self._closing: asyncio.Task[None] | None = None
         self._disk_watch: asyncio.Task[None] | None = None
@@ -291,9 +293,9 @@ class Sandbox(ABC):
         """Run a program (no shell) and wait for its end.
 
         `env` is added to the sandbox's own; `cwd` is absolute or relative to `workdir`; `timeout` is in seconds.
-        `on_output` gets the bytes of stdout and stderr as they arrive, in the event loop: it must be quick. An error
-        that it raises ends the command and is raised here. `output_limit` bounds stdout and stderr each.
-        Raise `SandboxEnded` if the sandbox ends meanwhile.
+        `on_output` gets the bytes of stdout and stderr as they arrive. It is called in the event loop, so it must be
+        quick. If it raises an error, the command is ended and `exec` raises the error. `output_limit` bounds stdout and
+        stderr each. Raise `SandboxEnded` if the sandbox ends meanwhile.
         """
         if isinstance(argv, str) or not argv:  # a plain string is refused, because its first letter would be run
             raise ValueError("argv must be a non-empty sequence of strings")
@@ -303,7 +305,7 @@ class Sandbox(ABC):
         variables = {**self.base_env, "HOME": self.home, **self.spec.env, **(env or {})}
         for name, value in variables.items():
             if not name or "=" in name or "\0" in name + value:
-                raise SandboxError(f"environment variable {name!r}: the name is invalid, or there is a NUL byte")
+                raise SandboxError(f"environment variable {name!r}: the name is invalid, or the value has a NUL byte")
         variables[SANDBOX_ID_VARIABLE] = self.id
         where = self.path(cwd or self.workdir)
         return await self._exec(Command(args, variables, where, timeout, stdin, on_output, output_limit))
@@ -316,7 +318,7 @@ class Sandbox(ABC):
     async def kill_all(self) -> None:
         """End every process that commands have started, background ones too. Files stay.
 
-        Call it between the end of an agent and the reading of its files.
+        Call it after an agent has ended and before its files are read.
         """
 
     @abstractmethod
@@ -336,7 +338,7 @@ class Sandbox(ABC):
         """End the sandbox's processes and return the files below `path` (`workdir` if None).
 
         The files are read from outside, without any program inside the sandbox. The caller closes the tree. Run no more
-        commands in the sandbox afterwards: some kinds have ended by then.
+        commands in the sandbox afterwards: in docker, for example, the container has ended.
 
         Raise `SandboxError` for a folder that this kind cannot read from outside (`workdir`, `home` and the folders of
         the specification always work), `TreeTooLarge` if the files exceed a limit of `sandboxes.tree`.
@@ -350,9 +352,11 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def listen(self, port: int = 0) -> socket.socket | None:
-        """Return a TCP socket that listens on 127.0.0.1 *of the sandbox's network*; this process accepts on it.
+        """Return a TCP socket that listens on 127.0.0.1 *of the sandbox's network*, so that this process can accept
+        connections from inside.
 
-        None if the sandbox shares the host's network: bind an ordinary socket then. The caller closes the socket.
+        Return None if the sandbox shares the host's network: bind an ordinary socket then. The caller closes the
+        socket.
         """
 
     def path(self, path: str) -> str:

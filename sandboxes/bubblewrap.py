@@ -45,7 +45,10 @@ class BubblewrapSandbox(SupervisedSandbox):
         binds = []
         for name, target in folders.items():
             if any(Path(target).is_relative_to(system) for system in SYSTEM):
-                raise SandboxError(f"bubblewrap shows the host's own {target} read-only; use docker for a folder there")
+                raise SandboxError(
+                    f"bubblewrap shows the host's {target}, so the sandbox cannot have a folder of its own there; "
+                    "use docker"
+                )
             folder = self._files / name
             folder.mkdir(mode=0o755, parents=True)
             if self.uid is not None:
@@ -88,7 +91,9 @@ class BubblewrapSandbox(SupervisedSandbox):
         """Return the mount of an /etc/hosts in which the names of `SandboxSpec.hosts` resolve to loopback."""
         system = Path("/etc/hosts")
         if not system.exists():
-            raise SandboxError("this machine has no /etc/hosts, which is needed to give the sandbox its own")
+            raise SandboxError(
+                "this machine has no /etc/hosts, over which the sandbox's own is mounted: create an empty one"
+            )
         file = self.base / "hosts"
         file.write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", *self.spec.hosts)))
         file.chmod(0o644)
@@ -126,7 +131,7 @@ class BubblewrapSandbox(SupervisedSandbox):
 
 
 def agent_uid(sandbox_id: str) -> int:
-    """Return the user id for the commands of this sandbox when Polar runs as root. No program of the host uses it.
+    """Return the user id for the commands of this sandbox when Polar runs as root. No program of the host has this id.
 
     The id is below 65536, because in a container larger ids may not exist.
     """
@@ -137,9 +142,9 @@ def bwrap_command(memory_mb: int | None = None) -> list[str]:
     """Return the bwrap command line, without the mounts of one sandbox. The temporary folders hold at most `memory_mb`
     together.
 
-    If Polar runs as root, no user namespace is made: in one that root made, the agent would be the kernel's user 0 and
-    own what that user owns, for example the settings in /proc/sys. Other users need a user namespace to make the other
-    namespaces.
+    If Polar runs as root, no user namespace is made. In a user namespace made by root, the agent would be the kernel's
+    user 0 and own everything that this user owns, for example the settings in /proc/sys. Other users need a user
+    namespace to make the other namespaces.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -197,7 +202,7 @@ def unreadable_files() -> tuple[str, ...]:
 
 
 def require_bwrap() -> None:
-    """Raise `SandboxError` if bwrap is missing or makes no namespaces. Blocking."""
+    """Raise `SandboxError` if bwrap is missing or cannot make namespaces. Blocking."""
     try:
         done = subprocess.run([*bwrap_command(), "--", "true"], capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired as error:

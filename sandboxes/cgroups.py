@@ -1,7 +1,7 @@
 """Limits on a whole sandbox by Linux control groups, version 1 and 2, for users who may make them (root).
 
-In version 1 each controller is mounted by itself, and the group is made below the one that this process is in. In
-version 2 the group is made below the root of the mounted hierarchy, if the root delegates the controllers. The group of
+In version 1 each controller is mounted by itself, and the new group is made below the group of this process. In version
+2 the new group is made below the root of the mounted hierarchy, if the root delegates the controllers. The group of
 this process cannot be the parent there, because a group with processes cannot delegate controllers to its children.
 """
 

@@ -1,4 +1,4 @@
-"""Opening a sandbox of a kind that this machine has."""
+"""Opens a sandbox of a kind that works on this machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SandboxChoice:
 
 
 def available() -> list[Availability]:
-    """Return for each kind of sandbox, strongest first, whether it works here and otherwise why not.
+    """Return for each kind of sandbox, strongest first, whether it works here; if not, also why.
 
     Blocks for up to about 100 ms: call it in a thread if an event loop runs.
     """
@@ -93,7 +93,7 @@ def _availability(kind: SandboxKind, image: str | None) -> Availability:
 
 
 async def _try(kind: SandboxKind, image: str | None) -> None:
-    """Raise `SandboxError` if this kind cannot be used here. About 100 ms."""
+    """Raise `SandboxError` if this kind cannot be used here. Takes about 100 ms."""
     if kind == "docker":
         async with docker_engine.docker_client() as engine:
             await docker_engine.find_image(engine, image)
@@ -114,9 +114,9 @@ async def open_sandbox(
 ) -> Sandbox:
     """Open a sandbox, ready for commands: `async with await open_sandbox("auto", spec) as sandbox: ...`.
 
-    `state_dir` is the folder of the registry of open sandboxes and the files of `process` and `bubblewrap`; give the
-    same folder to `orphans.sweep`. Raise `SandboxUnavailable` if this machine has no such kind, `SandboxError` if it
-    does not start.
+    `state_dir` is the folder for the registry of open sandboxes and for the files of `process` and `bubblewrap`
+    sandboxes; give the same folder to `orphans.sweep`. Raise `SandboxUnavailable` if this kind does not work on this
+    machine, `SandboxError` if the sandbox does not start.
     """
     spec = spec or SandboxSpec()
     if kind == "auto" or (kind == "bubblewrap" and not bubblewrap.installed()):

@@ -1,4 +1,5 @@
-"""The owner's ends of a supervised sandbox, in the event loop: the control socket and the output pipes."""
+"""The owner's connections to a supervised sandbox: the control socket and the output pipes. The event loop reads
+both."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ class ControlLink:
         self._next = 0
         self.ended = asyncio.Event()
         self.ended_by_programs = False
-        """True after the supervisor reported that programs inside made the sandbox end. No program is left then."""
+        """True once the supervisor has reported that programs inside made the sandbox end. No program is left then."""
         self._loop.add_reader(sock.fileno(), self._readable)
 
     def _readable(self) -> None:

@@ -1,8 +1,9 @@
 """Disk quota: limits on the total size and the number of files of one sandbox.
 
-Where Polar runs as root, a sandbox gets its own file system in a sparse file: a program that fills it gets ENOSPC.
-Elsewhere a watcher measures the sandbox's folders and stops everything inside when they hold too much; each single file
-is bounded by the kernel meanwhile.
+A bubblewrap sandbox gets its own file system in a sparse file if Polar runs as root, with mkfs.ext4 and loop devices. A
+program that fills the file system gets ENOSPC. In all other cases a watcher measures the sandbox's folders again and
+again, and stops everything inside when they hold too much. Between two measurements, only the kernel's limit on the
+size of each file holds.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def make_image(image: Path, content: Path, limits: ResourceLimits) -> bool:
 
 
 def measure(folders: Sequence[Path], limits: ResourceLimits) -> DiskUsage:
-    """Return the total usage of the folders. Follows no link, and ends early above the quota. Blocking.
+    """Return the total usage of the folders. Follows no link, and stops as soon as the quota is exceeded. Blocking.
 
     A folder that its owner may not read is made readable, because a program could hide files in it.
     """
@@ -88,8 +89,9 @@ def describe_excess(usage: DiskUsage, limits: ResourceLimits) -> str | None:
 def _walk(root: Path) -> Iterator[os.stat_result]:
     """Yield the status of everything below a folder. Programs inside may change the tree meanwhile.
 
-    Folders may be nested thousands deep, so only the current one is open and the way back is `..`. If a program moved
-    the current folder, `..` leads to another one: the walk ends, and the next walk finds the moved folder.
+    Folders may be nested thousands deep, so only the current folder is open, and `..` leads back to the one above. If a
+    program moved the current folder, `..` leads to another folder: the walk ends, and the next walk finds the moved
+    folder.
     """
     try:
         current = _open_readable(str(root), None)

@@ -65,8 +65,8 @@ SCRIPT_SECONDS = 120.0
 SHARED_MEMORY_BYTES = 256 << 20
 PROBE = ["true"]
 MAIN_USER = "65533:65533"
-"""The user of the container's own program. No command has this user or a capability, so none can kill this program and
-thereby end the container."""
+"""The user of the container's own program. No command runs as this user or has a capability, so no command can kill
+this program and thereby end the container."""
 
 
 class DockerSandbox(Sandbox):
@@ -81,9 +81,9 @@ class DockerSandbox(Sandbox):
         self._container: Any = None
         self._main = "1"
         self._user = ""
-        """The user of all commands, which is the image's own."""
+        """User that all commands run as: the one that the image names."""
         self.runtime = "runc"
-        """The engine's runtime that the container runs in, known when it is open."""
+        """Name of the engine's runtime that runs the container; known once the sandbox is open."""
         self._running: set[asyncio.Task[int]] = set()
         """Tasks, each of which follows a running command."""
         self._ending: set[asyncio.Task[None]] = set()
@@ -153,11 +153,14 @@ class DockerSandbox(Sandbox):
         await self._container.put_archive("/", pack_archive(entries))
 
     async def _empty_volumes(self) -> None:
-        """Remove the image's files from the volumes: Podman copies them, because its Docker API ignores `NoCopy`."""
+        """Remove the image's files from the volumes. Podman copies them there, because its Docker API ignores
+        `NoCopy`."""
         done = await self._script(EMPTY, *self._volumes)
         if done.exit_code:
             reason = done.stderr.decode(errors="replace").strip()
-            raise SandboxError(f"Podman copied the image's files into {', '.join(self._volumes)}: {reason}")
+            raise SandboxError(
+                f"Podman copied the image's files into {', '.join(self._volumes)}, and they cannot be removed: {reason}"
+            )
 
     def _config(self, image: str, system_calls: str) -> dict[str, Any]:
         limits = self.spec.limits
@@ -281,7 +284,7 @@ class DockerSandbox(Sandbox):
     async def _kill(self, ident: str, task: asyncio.Task[int]) -> None:
         """End a command's process tree and wait for its end. End the container if a process resists.
 
-        Programs can resist: while they fill the limit of processes, the program that kills them cannot start.
+        Programs can resist: while they use up the limit of processes, the program that would kill them cannot start.
         """
         deadline = time.monotonic() + END_SECONDS
         while True:
@@ -302,7 +305,10 @@ class DockerSandbox(Sandbox):
             task.exception()  # retrieved, so that it is not logged; the relevant error was raised already
 
     async def _end_container(self, task: asyncio.Task[int]) -> None:
-        """End all processes inside; their files can still be read. Close the sandbox if the command does not end."""
+        """End all processes inside; their files can still be read.
+
+        Close the sandbox if the command that `task` follows does not end. Raise `SandboxEnded` then.
+        """
         with translate_errors():
             await kill_container(self._require_open(self._container))
         await asyncio.wait({task}, timeout=END_SECONDS)
@@ -331,8 +337,11 @@ class DockerSandbox(Sandbox):
         return self._closing is not None
 
     async def _script(self, script: str, *args: str, stdin: bytes = b"", limit: int = OUTPUT_LIMIT) -> ExecResult:
-        """Run one of the scripts below as the sandbox's user. Raise OSError if it does not end, which a program inside
-        can achieve by replacing a file by a pipe at the right moment."""
+        """Run one of the scripts below as the sandbox's user.
+
+        Raise OSError if the script does not end. A program inside can cause this by replacing a file by a pipe at the
+        right moment.
+        """
         argv = ["sh", "-c", script, "sh", *args]
         done = await self.exec(argv, cwd="/", stdin=stdin, output_limit=limit, timeout=SCRIPT_SECONDS)
         if done.timed_out:

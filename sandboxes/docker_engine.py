@@ -1,7 +1,8 @@
 """The Docker engine: connecting, translating its errors, following one command, removing containers.
 
-Uses aiodocker and not docker-py: an agent's command runs for minutes and many run at once, which costs docker-py a
-thread each, and its exec socket loses output that arrives together with the response header.
+Uses aiodocker and not docker-py, for two reasons. docker-py needs a thread for each running command, and many commands
+of agents run for minutes at once. docker-py's exec socket also loses output that arrives together with the response
+header.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHANGED = 0
-"""Kind of a change in the engine's list: the path was already in the image. The other kinds are added and deleted."""
+"""Kind of an entry in the engine's list of changes: the path was in the image and was changed. The other kinds are
+added and deleted."""
 UNREADABLE = "\ufffd"
 CHANGES_BYTES = 64 << 20
 """Limit in bytes of the engine's list of changes, which names every file that programs in the container made."""
 PODMAN_WRONG_STATE = "container state improper"
-"""Part of Podman's message, with status 500, if a container ended while Podman was about to use or kill it."""
+"""Part of the message of Podman's error 500, if a container ended while Podman was about to use or kill the
+container."""
 DF_ATTEMPTS = 5
 DRAIN_SECONDS = 1.0
-"""After the end of a command, its output counts as complete when nothing more arrived for this long."""
+"""After the end of a command, its output counts as complete when no more has arrived for this many seconds."""
 
 
 def require_aiodocker() -> Any:
@@ -151,13 +154,13 @@ async def describe_engine(wanted: DockerRuntime = "auto") -> str:
     if info.get("Rootless") or any(option.startswith(("name=userns", "name=rootless")) for option in options):
         return f"runtime {runtime}, root inside is an ordinary user outside"
     return (
-        f"runtime {runtime}, root inside is root outside (without capabilities) until the engine has userns-remap, "
-        "which it has for all containers or for none"
+        f"runtime {runtime}, root inside is root outside (without capabilities); to change this, set userns-remap "
+        "in the engine, which applies to all of its containers"
     )
 
 
 def ignored_limits(wanted: dict[str, Any], found: dict[str, Any]) -> tuple[str, ...]:
-    """Return the limits that are set in the HostConfig `wanted` but not in the container's actual one, `found`, each
+    """Return the limits that the HostConfig `wanted` sets and the container's actual HostConfig `found` lacks, each
     with the reason."""
     names = {"Memory": ["memory_mb"], "NanoCpus": ["cpus"], "PidsLimit": ["pids"], "Ulimits": ["file_mb", "open_files"]}
     ignored = [limit for key, limits in names.items() if wanted.get(key) and not found.get(key) for limit in limits]
@@ -206,8 +209,8 @@ def translate_errors() -> Iterator[None]:
 async def _stream_of(execution: Any) -> AsyncIterator[Any]:
     """Start a command, and abort its connection at the end.
 
-    A connection with input that the program no longer reads would stay open forever, and closing the client would wait
-    for it.
+    Without the abort, a connection with input that the program no longer reads would stay open forever, and closing the
+    client would wait for the connection.
     """
     transport: Any = None
     try:
@@ -255,7 +258,8 @@ class CommandStream:
     async def _wait_until_silent(self, reader: asyncio.Future[None]) -> None:
         """Wait until the stream ends, or is silent for two intervals.
 
-        One is not enough: if this process was suspended, output that arrived meanwhile is read after one interval.
+        One interval is not enough: if this process was suspended, output that arrived meanwhile is read only after one
+        interval.
         """
         silent = 0
         while silent < 2 and not reader.done():
@@ -287,7 +291,7 @@ class CommandStream:
 
 
 def pack_archive(entries: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
-    """Return a tar archive, as the engine takes it, of these entries with their contents."""
+    """Return a tar archive of these entries and their contents, in the format that the engine takes."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for entry, data in entries:
@@ -401,7 +405,7 @@ async def sweep_containers(
 ) -> set[str]:
     """Remove the containers of dead owners, found by record and by label.
 
-    Return the names of those that remain because no engine answers.
+    Return the names of the containers that remain because no engine answers.
     """
     named = {record.container for record in records if record.container}
     try:

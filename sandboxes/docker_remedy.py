@@ -16,7 +16,7 @@ def docker_remedy(
     *,
     engine_answers: bool = False,
 ) -> str:
-    """Return how to get the docker sandbox here. `engine_answers`: only the image is missing.
+    """Return how to get the docker sandbox here. `engine_answers`: the engine works, only the image is missing.
 
     Podman serves Docker's API on a socket that is off by default, and that DOCKER_HOST must name.
     """

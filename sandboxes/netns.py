@@ -45,10 +45,10 @@ def listen(pid: int, ident: str, port: int) -> socket.socket:
 
 
 def _check(pid: int, ident: str) -> None:
-    """Raise `CannotEnterNamespace` if this pid is not a process of the sandbox here, or if its environment cannot be
-    read.
+    """Raise `CannotEnterNamespace` if no process of the sandbox has this pid on this machine, or if the environment of
+    the process cannot be read.
 
-    If the engine runs on another machine or in another process namespace, this pid is some other process here.
+    If the engine runs on another machine or in another process namespace, this pid belongs to some other process here.
     """
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -1,7 +1,8 @@
-"""Try the ways out of a sandbox from inside it. `self_test` runs the text of this file there, with Python 3.7 or newer.
+"""Try the ways out of a sandbox from inside it. `self_test` runs the text of this file in the sandbox, with the
+sandbox's Python 3.7 or newer.
 
-Reads one JSON document from stdin: `self_test.probe_input`. Prints a JSON list of texts,
-one for each way out that is open, and one if the gateway cannot be reached from inside.
+Reads one JSON document from stdin, which `self_test.probe_input` describes. Prints a JSON list of texts: one for each
+way out that is open, and one if the gateway cannot be reached from inside.
 """
 
 from __future__ import annotations

@@ -38,19 +38,19 @@ from sandboxes.control_link import ControlLink, OutputPipe, Reply
 from sandboxes.tree import FolderTree, SandboxTree
 
 DRAIN_SECONDS = 0.1
-"""How long to wait for the end of the output after the program ended. The program's own output is in the pipe by then;
-the wait is for helpers that still flush (`> >(tee log)`). A command waits this long only if a background process keeps
-the pipe open."""
+"""Maximum time in seconds to wait for the end of the output after the program ended. The program's own output is in the
+pipe by then; the wait is for helpers that still flush (`> >(tee log)`). A command waits this long only if a background
+process keeps the pipe open."""
 END_SECONDS = 120.0
 """Time limit for ending a process, far above the time that even a process waiting for a slow disk needs. A process that
-survives it counts as unkillable, and the sandbox is closed."""
+has not ended by then counts as unkillable, and the sandbox is closed."""
 
 # Loads the supervisor package by itself, without `sandboxes/__init__` and its imports: it starts in half the time.
 START = "import sys; sys.path.append(sys.argv[1]); from supervisor.server import main; sys.exit(main(sys.argv[2]))"
 
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
-"""Variables that a program needs to run at all. The owner's keys, tokens, proxies and configuration are not passed
-on."""
+"""Variables of the owner that a `process` sandbox passes on, because programs may not run without them. The owner's
+keys, tokens, proxies and configuration are not passed on."""
 
 
 class SupervisedSandbox(Sandbox):
@@ -72,8 +72,8 @@ class SupervisedSandbox(Sandbox):
         self._pipes: set[OutputPipe] = set()
         self._cgroup: cgroups.ControlGroup | None = None
         self._early_sockets: dict[int, int] = {}
-        """Port -> descriptor of a socket that the supervisor bound at its start, because it has no right to bind
-        later."""
+        """Port -> descriptor of a socket that the supervisor bound at its start, because later it has no right to bind
+        this port."""
 
     # ------------------------------------------------------------ life cycle
 
@@ -248,9 +248,9 @@ class SupervisedSandbox(Sandbox):
     async def _end_unkillable(self, link: ControlLink, what: str) -> None:
         """End all processes inside, because one could not be killed.
 
-        In bubblewrap without root, programs inside can stop the processes that would kill them. They then count as the
-        cause: the sandbox is not closed, so its files can still be read. In all other cases, close the sandbox and
-        raise SandboxEnded with the names of the processes left.
+        In bubblewrap without root, programs inside can stop the processes that would kill them. Then these programs
+        count as the cause: the sandbox is not closed, so its files can still be read. In all other cases, close the
+        sandbox and raise SandboxEnded with the names of the processes left.
         """
         if (await link.call(op="end"))[0]["ended"]:
             return
@@ -337,7 +337,8 @@ class ProcessSandbox(SupervisedSandbox):
 def process_limits(limits: ResourceLimits) -> dict[str, int]:
     """Return the limits of each process: memory, file size, open files. No file may be larger than the disk quota.
 
-    RLIMIT_DATA limits the memory, not RLIMIT_AS, because Node and Go reserve far more addresses than they ever touch.
+    Memory is limited by RLIMIT_DATA and not by RLIMIT_AS, because Node and Go reserve far more addresses than they ever
+    touch.
     """
     found = {"RLIMIT_CORE": 0}
     if limits.memory_mb is not None:

@@ -79,13 +79,14 @@ def _unlink(name: str, folder: int) -> None:
 
 
 def open_folder(name: str, parent: int | None) -> int:
-    """Open a folder that its owner may be unable to read. Raises OSError for a link of that name."""
+    """Open a folder, even one that its owner may not read. Raises OSError if `name` is a link."""
     _allow_owner(name, parent)
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
 
 
 def _allow_owner(name: str, parent: int | None) -> None:
-    """Give the owner of a folder all permissions for it. A link of that name is not followed: it raises OSError."""
+    """Give the owner of a folder all permissions for it. Raises OSError if `name` is a link, instead of following
+    it."""
     if not hasattr(os, "O_PATH"):  # not Linux
         os.chmod(name, 0o700, dir_fd=parent, follow_symlinks=False)
         return

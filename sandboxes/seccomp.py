@@ -85,7 +85,7 @@ CLONE, CLONE3, UNSHARE, SOCKET, IOCTL = (56, 220), (435, 435), (272, 97), (41, 1
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
-"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
+"""Flags that make new namespaces: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
 CLONE_NEWTIME = 0x80  # for `unshare` alone: in `clone` these bits are the exit signal
 TERMINAL_INJECTION = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX write input into a terminal."""
@@ -126,7 +126,8 @@ def bpf_program(machine: str | None = None) -> bytes | None:
         program.append((_LOAD, 0, 0, offset))
 
     def only_for(call: tuple[int, int], checks: list[tuple[int, int, int, int]]) -> None:
-        """Append instructions that run `checks` for this system call only, and allow it if no check refuses it."""
+        """Append instructions that run `checks` for this system call only, and allow the call if no check refuses
+        it."""
         program.append((_JUMP_EQUAL, 0, len(checks) + 1, call[column]))
         program.extend([*checks, (_RETURN, 0, 0, _ALLOW)])
 

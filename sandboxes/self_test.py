@@ -133,7 +133,7 @@ def _bait(gateway_port: int) -> Iterator[dict[str, Any]]:
 
 
 def _listen_besides(port: int) -> socket.socket:
-    """Return a listening socket of the host's loopback interface, but not at `port`, which is in use inside."""
+    """Return a socket that listens on the host's loopback interface, at any port but `port`, which is in use inside."""
     first = socket.create_server(("127.0.0.1", 0))
     if first.getsockname()[1] != port:
         return first
@@ -169,7 +169,7 @@ REFUSED_SOCKETS = [
     ("AF_INET (raw)", 2, 3, 1),
     ("AF_XDP", 44, 3, 0),
 ]
-"""(name, family, type, protocol)."""
+"""Sockets that every sandbox refuses: (name, family, type, protocol)."""
 
 
 def refused_calls(machine: str | None = None) -> dict[str, list[int]]:

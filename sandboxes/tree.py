@@ -43,7 +43,7 @@ class SandboxTree(ABC):
 
     entries: dict[bytes, TreeEntry]
     top_names: Collection[bytes] | None = None
-    """The names directly below the folder that were read; None: all of them. Names that were not read are unchanged
+    """The names directly below the folder that were read; None: all names. Everything with another name is unchanged
     from the sandbox's image."""
 
     @abstractmethod

@@ -40,7 +40,7 @@ class AcpHarness(ConnectableHarness):
     )
 
     def __init__(self, agent: HarnessAdapter, *, name: str | None = None) -> None:
-        """`name`: default is ``acp:`` and the agent's name. Raises `HarnessError` if the agent is not a
+        """`name` defaults to ``acp:`` followed by the agent's name. Raises `HarnessError` if the agent is not a
         `ConnectableHarness`."""
         if not isinstance(agent, ConnectableHarness):
             raise HarnessError(f"{agent.name} cannot be driven by ACP: describe it by a TOML file with an [acp] table")

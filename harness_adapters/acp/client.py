@@ -1,18 +1,21 @@
 # mypy: ignore-errors
 """A client of the Agent Client Protocol (https://agentclientprotocol.com, version 1) for runs without a person.
 
-`AcpHarness` starts this program inside the sandbox, by the sandbox's own Python 3.9 or newer, and no module imports it.
-It uses the standard library only.
+`AcpHarness` starts this program inside the sandbox, by the sandbox's own Python 3.9 or newer. No module imports it. It
+uses the standard library only.
 
     python3 client.py [--resume] --prompt=TEXT -- AGENT ARGUMENTS
 
-The first start forks a process that keeps the agent and its session (the keeper), and that listens on a socket in HOME.
-Each start sends one text of the user to the keeper, prints what the agent says and does until its turn ends, and exits:
-0 the turn ended, 1 the agent or the protocol failed, 130 it was cancelled. The last line says which. If the keeper was
-ended, `--resume` starts the agent again and loads the session, if the agent can (`loadSession`).
+The first start forks a process, the keeper, which keeps the agent and its session and listens on a socket in HOME. Each
+start sends one text of the user to the keeper, and prints what the agent says and does. It exits when the agent's turn
+has ended: with 0 if the agent ended the turn, with 1 if the agent refused, failed, or broke the protocol, with 130 if
+the turn was cancelled. The last line says which.
 
-The keeper grants every permission, and serves the file system and terminals of the sandbox, as the agent asks for them.
-A line of the agent that is not JSON-RPC is reported and skipped.
+If the keeper has ended, `--resume` starts a new keeper and the agent again, and the agent loads its session. An agent
+without ACP's `loadSession` cannot do this.
+
+The keeper grants every permission that the agent asks for, and gives it access to the files and terminals of the
+sandbox. A line of the agent that is not JSON-RPC is reported and skipped.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ class AgentConnection:
         }
 
     async def run(self) -> None:
-        """Read the agent's messages until it ends; then fail all requests that wait for an answer."""
+        """Read the agent's messages until the agent ends. Then fail all requests that still wait for an answer."""
         end = "the agent closed its output"
         try:
             while line := await self.process.stdout.readline():
@@ -191,7 +194,7 @@ class AgentConnection:
     # What the user sees
 
     def say(self, line: str) -> None:
-        """Show the user a line, on a new line if the agent's text ended in the middle of one."""
+        """Show the user a line. Begin a new line first if the agent's text did not end with a line break."""
         self.report(("\n" if self._text_open else "") + line + "\n")
         self._text_open = False
 
@@ -284,7 +287,7 @@ class Keeper:
             self.connection.process.kill()
 
     async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Run one turn for a client. The client cancels it by closing its side."""
+        """Run one turn for a client. The client cancels the turn by closing its side of the connection."""
         async with self._turn:
             prompt = json.loads(await reader.readline())["prompt"]
 
@@ -363,7 +366,9 @@ class Keeper:
             clientInfo={"name": "polar", "version": "1"},
         )
         if found.get("protocolVersion") != PROTOCOL_VERSION:
-            raise AgentError(f"the agent speaks version {found.get('protocolVersion')} of ACP, this client version 1")
+            raise AgentError(
+                f"the agent speaks version {found.get('protocolVersion')} of ACP, but this client speaks only version 1"
+            )
         where = {"cwd": os.getcwd(), "mcpServers": self.mcp}
         if not self.resume:
             opened = await connection.request("session/new", **where)
@@ -391,7 +396,7 @@ def _last_line(log: Path) -> str:
 
 
 def connect() -> socket.socket | None:
-    """Return a connection to the keeper, None if it does not run."""
+    """Return a connection to the keeper; None if no keeper runs."""
     link = socket.socket(socket.AF_UNIX)
     try:
         link.connect(SOCKET)
@@ -402,7 +407,7 @@ def connect() -> socket.socket | None:
 
 
 def fork_keeper(agent: list, mcp: list, resume: bool, workdir: str) -> None:
-    """Start the keeper in the background. It listens when this function returns."""
+    """Start the keeper in the background. The keeper listens when this function returns."""
     Path(SOCKET).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(SOCKET)

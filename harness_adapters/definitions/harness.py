@@ -146,7 +146,7 @@ def make_harness(definition: HarnessDefinition) -> DefinedHarness:
 
 @cache
 def catalogue() -> Mapping[str, Path]:
-    """Return the files of Polar's own definitions by the harness's name."""
+    """Return the definition files of Polar's own harnesses, by the harness's name."""
     return {path.stem: path for path in sorted(CATALOGUE.glob("*.toml"))}
 
 

@@ -1,8 +1,9 @@
 """The keys of a definition file, and the errors for a wrong one.
 
-Strings may hold placeholders (`harness_adapters.toolkit.placeholders`). A value that is one placeholder alone has the
-type of the placeholder's value, and a key whose value is unknown (the context length of some models) is left out. Three
-placeholders are words of a command line and stand for any number of words: `{program}`, `{arguments}`, `{resume}`.
+Strings may hold placeholders (`harness_adapters.toolkit.placeholders`). A value that consists of one placeholder gets
+the type of the placeholder's value, such as a number. A key is left out if its placeholder has no value, such as the
+context length of some models. Three placeholders are words of a command line and stand for any number of words:
+`{program}`, `{arguments}`, `{resume}`.
 """
 
 from __future__ import annotations
@@ -57,44 +58,45 @@ class InstallTable(_Table):
     version: str = ""
     entry: str = ""
     """npm: the native program or script, relative to the folder of installation; may be a glob pattern. path: the
-    program inside of the folder."""
+    program inside of the folder; empty if `path` is the program itself."""
     node: bool = False
     """npm: true if the entry is a script, which Node.js runs."""
     imports: str = ""
-    """pypi: modules whose import proves the installation, separated by commas."""
+    """pypi: names of modules, separated by commas, that are imported to check the installation."""
     pythons: Words = ()
     """pypi: minor versions of Python, best first; default: the Python that runs Polar."""
     extra: Words = ()
     """pypi: further pip requirements."""
     version_command: Words | None = None
-    """Command that prints the version; an empty list if there is none. Default: the program with --version,
-    if there is a version."""
+    """Command that prints the version; an empty list if there is none. Default: the program with --version, if
+    `version` is set."""
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
         sources = [name for name in ("npm", "pypi", "path") if getattr(self, name) is not None]
         if len(sources) != 1:
-            raise ValueError("must have one of npm, pypi and path")
+            raise ValueError("must have exactly one of npm, pypi and path")
         needed = {"npm": ("version", "entry"), "pypi": ("version", "imports"), "path": ()}[sources[0]]
         for name in needed:
             if not getattr(self, name):
-                raise ValueError(f"{name} is missing, which {sources[0]} needs")
+                raise ValueError(f"{name} is missing; it is required with {sources[0]}")
         if self.path is not None and not PurePosixPath(self.path).is_absolute():
             raise ValueError("path must be absolute")
         return self
 
 
 class ConnectionTable(_Table):
-    """Variables, arguments and files that point the program at an endpoint, in rollouts and `polar connect`. Grants no
-    permissions."""
+    """Variables, arguments and files that point the program at an endpoint, in rollouts and `polar connect`. They grant
+    no permissions."""
 
     env: Mapping[str, str]
-    """Variables. One of them must be "{api_key}", unless the harness is `intercepted`: the key is in the environment
-    only."""
+    """Environment variables. One of them must have the value "{api_key}", because the key is passed in the environment
+    only. An `intercepted` harness needs no such variable."""
     arguments: Words = ()
     """First arguments of the program."""
     settings: Settings = Field(default_factory=dict)
-    """Settings files: path relative to HOME, ending in .json, .toml or .yaml (written as JSON) -> content."""
+    """Settings files: path relative to HOME -> content. The path ends in .json, .toml or .yaml; .yaml files are written
+    as JSON."""
     unset: Words = ()
     note: str = ""
 
@@ -103,10 +105,10 @@ class RunTable(_Table):
     """How to start the program on a task, without a person who answers its questions."""
 
     command: Words = Field(min_length=1)
-    """The command line: {program} for the program, {arguments} for those of the connection, {instruction} for the task,
-    {resume} for the words of `resume`."""
+    """The command line. {program} stands for the program, {arguments} for the arguments of the connection,
+    {instruction} for the task, and {resume} for the words of `resume`."""
     resume: Words = ()
-    """Words that continue the last conversation. Without them the harness cannot resume."""
+    """Words of the command line that continue the last conversation. Without them the harness cannot resume."""
     env: Mapping[str, str] = Field(default_factory=dict)
     settings: Settings = Field(default_factory=dict)
     """Additions to the settings files of the connection."""
@@ -135,7 +137,7 @@ class ExitTable(_Table):
 
 
 class AcpTable(_Table):
-    """The program as an agent of the Agent Client Protocol."""
+    """How to start the program as an agent of the Agent Client Protocol."""
 
     command: Words = Field(min_length=1)
     env: Mapping[str, str] = Field(default_factory=dict)
@@ -148,7 +150,7 @@ class HarnessDefinition(_Table):
     summary: str
     homepage: str = ""
     program: str
-    """Name of the program in installations that users made themselves."""
+    """Name of the program that users start after they have installed the harness themselves."""
     wire_api: WireApi
     features: frozenset[Feature] = frozenset()
     """Which of these the program has: stream, subagents, parallel_tools, reasoning. (The keys of [run] show whether it
@@ -158,7 +160,7 @@ class HarnessDefinition(_Table):
     needs: Words = ()
     """Programs that must be on PATH in the sandbox."""
     intercepted: bool = False
-    """Its endpoint cannot be set, so rollouts intercept its calls to the provider's own host."""
+    """True if the harness's endpoint cannot be set. Rollouts then intercept its calls to the provider's own host."""
     install: InstallTable
     connection: ConnectionTable
     run: RunTable | None = None

@@ -231,8 +231,8 @@ def skill_files(folder: str, skills: Iterable[Skill]) -> dict[str, str]:
 def mcp_table(servers: Iterable[McpServer], url_key: str = "url", **remote: object) -> dict[str, dict[str, object]]:
     """Return the settings of each server by its name, in the form that most clients share.
 
-    The settings of a server with a command are command, args and env. Those of a server with a URL are the URL, under
-    the key `url_key`, and the settings in `remote`.
+    A server with a command has the settings command, args and env. A server with a URL has the URL, under the key
+    `url_key`, and the settings in `remote`.
     """
     table: dict[str, dict[str, object]] = {}
     for server in servers:

@@ -2,7 +2,8 @@
 
 A folder lies at ``<cache_root>/<name>/<version>-<hash of the recipe>``, so a changed recipe makes a new folder and
 never edits one that a running sandbox has mounted. A folder is complete when its marker file exists. The marker is
-written last, under a lock, so that neither two installers nor a killed one can leave an incomplete folder.
+written last, under a lock, so a folder that an installer left half-made never counts as complete, even if two
+installers run at once or one is killed.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def run_step(
 
 @contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
-    """Hold a lock between processes. The kernel releases it when its holder dies."""
+    """Hold a lock that excludes other processes. The kernel releases the lock if its holder dies."""
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

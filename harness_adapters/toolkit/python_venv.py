@@ -1,8 +1,9 @@
 """Installing a Python harness, or another program, into its own cached environment, on a Python that it supports.
 
-Promises: the interpreter has one of the requested minor versions and can make virtual environments, which is checked by
-starting it; nothing is installed outside the cache. The search order is: the Python that runs Polar, those on PATH and
-in the folders of version managers, one that was fetched earlier, and then one that `uv` fetches.
+Promises: nothing is installed outside the cache, and the interpreter has one of the requested minor versions and can
+make virtual environments, which a trial start has shown. Interpreters are tried in this order: the Python that runs
+Polar, those on PATH and in the folders of version managers, those that were fetched earlier, and last one that `uv`
+fetches now.
 
 No package on PyPI or npm contains an interpreter. uv downloads one from the releases of the python-build-standalone
 project, or from the mirror in UV_PYTHON_INSTALL_MIRROR. Without access to either, the user must install Python.
@@ -45,7 +46,7 @@ class VenvPackage:
     name: str
     default_version: str
     imports: str
-    """Modules whose import proves the installation, separated by commas."""
+    """Names of modules, separated by commas, that are imported to check the installation."""
     extra_requirements: tuple[str, ...] = ()
     """pip requirements besides the package."""
     pythons: tuple[str, ...] = ()
@@ -150,8 +151,8 @@ def ensure_python(minors: Sequence[str], cache_root: Path) -> Path:
 
 
 def _candidates(minor: str, cache_root: Path) -> Iterator[Path]:
-    """Yield files that may be a Python of version `minor`. The first one on PATH may be a pyenv shim that does not
-    start."""
+    """Yield files that may be a Python of version `minor`. More than one is needed, because the first on PATH may be a
+    pyenv shim that does not start."""
     name = f"python{minor}"
     home = Path.home()
     folders = [Path(entry) for entry in os.get_exec_path()]
@@ -173,8 +174,8 @@ def _candidates(minor: str, cache_root: Path) -> Iterator[Path]:
 
 
 def _is_python(program: Path, minor: str) -> bool:
-    """Return whether `program` starts, is Python `minor`, and has the modules for making a venv (a separate Debian
-    package)."""
+    """Return whether `program` starts, is Python `minor`, and has the modules for making a venv (Debian has them in a
+    separate package)."""
     try:
         done = subprocess.run(
             [str(program), "-I", "-c", _PROBE], stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_SECONDS

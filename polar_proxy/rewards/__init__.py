@@ -1,4 +1,4 @@
-"""Evaluators: how a rollout is scored. An evaluator holds its options and its code."""
+"""Evaluators, which score a rollout. The fields of an evaluator are the options that a task sets."""
 
 from collections.abc import Mapping
 

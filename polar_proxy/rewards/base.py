@@ -209,7 +209,8 @@ async def patched_workspace(sandboxes: SandboxFactory, work: EvaluationInput) ->
 def patched_files(patch: str) -> tuple[str, ...]:
     """Return the paths that a benchmark's own git diff touches, old and new names, in order.
 
-    Not for an agent's patch, whose text may be made to mislead: see `patches.changed_paths`."""
+    Do not use it for an agent's patch, whose text may be made to mislead: see `patches.changed_paths`.
+    """
     paths = (path for found in _DIFF_HEADER.finditer(patch) for path in (found["old"], found["new"]))
     return tuple(dict.fromkeys(paths))
 

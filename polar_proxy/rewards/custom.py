@@ -33,7 +33,7 @@ from polar_proxy.types import Json
 
 @dataclass(frozen=True)
 class CommandEvaluator(Evaluator):
-    """Runs `argv` in the patched workspace, after writing `files` over it."""
+    """Writes `files` into the patched workspace, over existing files of these names, and runs `argv` there."""
 
     argv: tuple[str, ...]
     kind: Literal["command"] = "command"

@@ -58,8 +58,8 @@ def _not_applied(error: PatchDoesNotApplyError) -> Score:
 
 
 def combine_scores(evaluators: Sequence[Evaluator], scores: Sequence[Score]) -> Score:
-    """Return one score: its reward is the weighted mean sum(weight_i * reward_i) / sum(weight_i), or None if an
-    evaluator gave none.
+    """Return one score. Its reward is the weighted mean sum(weight_i * reward_i) / sum(weight_i), or None if an
+    evaluator gave no reward.
 
     The rewards of each single call are combined in the same way, over the evaluators that rewarded this call.
     """

@@ -1,4 +1,4 @@
-"""Runs a task's own command with a plugin that watches pytest (`test_runner/pytest_guard.py`), if it uses pytest."""
+"""Runs a task's own command. If the command uses pytest, a plugin watches it (`test_runner/pytest_guard.py`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from polar_proxy.rewards.log_parsers import LogParser, Verdict
 _REPORT_LIMIT = 8 << 20
 _SETTINGS = {"pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "conftest.py", "sitecustomize.py"}
 _IMPORTED_FIRST = {*sys.stdlib_module_names, "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments"}
-"""The modules that pytest imports before the plugin. Under ``python -m``, modules of these names in the workspace are
-imported instead."""
+"""Names of the modules that pytest imports before the plugin. Under ``python -m``, a module of such a name in the
+workspace is imported instead of the real one."""
 _VARIABLES = """\
 export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}" PYTEST_ADDOPTS="-p $1${PYTEST_ADDOPTS:+ $PYTEST_ADDOPTS}"
 export PYTHONDONTWRITEBYTECODE=1 PYTHONNOUSERSITE=1 PYTHONPYCACHEPREFIX="$0/bytecode"
@@ -87,7 +87,7 @@ def _changes_start(path: str) -> bool:
 
 
 def _plugin(report: str, changed_paths: Sequence[str]) -> str:
-    """Return the plugin's source. Pythons before 3.8 run the tests without it."""
+    """Return the plugin's source. With a Python before 3.8, the tests run without the plugin's checks."""
     source = runner_parts(("canaries", "integrity", "pytest_guard"))
     guard = f'sys.modules["polar_test_runner.pytest_guard"].PytestGuard({report!r}, {list(changed_paths)!r})'
     lines = (

@@ -55,7 +55,7 @@ class HarborEvaluator(Evaluator):
     weight: float = 1.0
     env: Mapping[str, str] = field(default_factory=dict)
     reward_key: str = "reward"
-    """Which number of reward.json is the reward, if there are several; all are recorded."""
+    """Name of the number in reward.json that is the reward, if there are several numbers. All of them are recorded."""
 
     def check(self, task: EvaluatedTask) -> None:
         if not os.path.isdir(self.tests):
@@ -98,8 +98,9 @@ async def _read_rewards(workspace: Workspace, result: CommandResult, seconds: fl
 
     Raises ValueError if there is no valid reward file, or if the tests timed out or were killed.
 
-    The sandbox's processes are ended first, so that no program of the agent can still change the files. These are read
-    from outside of the sandbox, because the agent may have replaced programs inside, such as `cat`."""
+    The sandbox's processes are ended first, so that no program of the agent can still change the files. The files are
+    read from outside of the sandbox, because the agent may have replaced programs inside, such as `cat`.
+    """
     if result.timed_out:
         raise ValueError(f"tests/test.sh did not end within {seconds:g} s")
     if result.exit_code >= 128:

@@ -7,7 +7,7 @@ skipped. A test that is expected to fail and does (XFAIL) passes. Rules from swe
 
 * a FAIL_TO_PASS test that is skipped, or missing from the log, has failed;
 * a test id that the data set cut off inside its brackets means all tests whose ids begin with it; if only some of them
-  passed, it counts as missing from the log;
+  passed, the id counts as missing from the log;
 * with `fail_only` (runners that name only failures) a test has failed only if the log says so, and the log must show
   that the suite ran;
 * the log of a command that exits with an error is not trusted if it shows no failure.
@@ -61,11 +61,12 @@ class HiddenTestsEvaluator(Evaluator):
     parser: str = "unittest"
     """How to read the output: a name of `log_parsers.PARSERS`, or ``module:function``."""
     before: bool = False
-    """Also run the tests without the agent's patch. If they do not fail and pass as the task declares, the task is
-    wrong and the rollout gets no reward."""
+    """Also run the tests without the agent's patch. If fail_to_pass tests then pass, or pass_to_pass tests fail, the
+    task is wrong and the rollout gets no reward."""
     by_value: bool = False
-    """The hidden tests call functions and compare plain values (numbers, texts, lists, ...). They run in one process
-    and the agent's code in another, so that no code can forge a verdict. Needs tests of unittest in `hidden_files`."""
+    """Run the hidden tests in one process and the agent's code in another, so that no code can forge a verdict. The
+    tests may only call functions and compare plain values (numbers, texts, lists, ...). They must be tests of unittest
+    in `hidden_files`."""
 
     def check(self, task: EvaluatedTask) -> None:
         own_parsers(self.parser)
@@ -109,7 +110,10 @@ class HiddenTestsEvaluator(Evaluator):
         red = [name for name in task.pass_to_pass if report.verdicts.get(name) not in _GOOD]
         if not green and not red and not report.timed_out:
             return None
-        reason = "the task is at fault: without a patch, its tests do not fail and pass as it declares"
+        reason = (
+            "the task is at fault: without a patch, fail_to_pass tests pass, pass_to_pass tests fail, or the tests "
+            "run out of time"
+        )
         detail = {"no_reward": reason, "already_green": green, "already_red": red, "timed_out": report.timed_out}
         return Score(None, detail, report.log)
 
@@ -143,14 +147,14 @@ class SwebenchEvaluator(Evaluator):
     kind: Literal["swebench"] = "swebench"
     weight: float = 1.0
     test_patch: str = ""
-    """Applied after the files that it touches were restored from the base commit."""
+    """Git diff with the tests. It is applied after the files that it touches were restored from the base commit."""
     command: str = ""
     """Shell command that runs the tests; the word {test_files} is replaced by the paths of the test patch."""
     eval_script: str | None = None
     """The benchmark's own script, which applies the test patch itself; replaces `test_patch` and `command`."""
     parser: str = "pytest"
     fail_only: bool = False
-    """The log names only tests that fail; a test that it does not name has passed."""
+    """The log names only tests that fail; a test that the log does not name has passed."""
     expected: Mapping[str, str] | None = None
     """R2E-Gym: exactly these tests must have exactly these verdicts. Replaces FAIL_TO_PASS and PASS_TO_PASS."""
 
@@ -205,7 +209,8 @@ class SwebenchEvaluator(Evaluator):
         return Score(float(detail["solved"]), detail, report.log, signs=report.signs)
 
     async def _install_tests(self, task: EvaluatedTask, workspace: Workspace) -> str | None:
-        """Restore the files of the test patch from the base commit and apply this patch; return git's error or None."""
+        """Restore the files of the test patch from the base commit and apply the test patch; return git's error or
+        None."""
         if not self.test_patch.strip():
             return None
         commit = task.base_commit or "HEAD"
@@ -238,7 +243,8 @@ class SwebenchEvaluator(Evaluator):
         return await run_guarded(workspace, command, text, work.changed_paths, seconds=work.task.timeout_seconds)
 
     def _test_output(self, log: str, exit_code: int) -> tuple[str, int | None]:
-        """Return the output and the exit status of the tests. An `eval_script` marks both in its log."""
+        """Return the output and the exit status of the tests. The log of an `eval_script` marks where the output begins
+        and ends, and names the exit status."""
         if self.eval_script is None:
             return log, exit_code
         found = _EXIT.search(log)

@@ -123,9 +123,10 @@ async def run_tests(
     changed_paths: Sequence[str],
     seconds: float,
 ) -> TestReport:
-    """Run the tests in the workspace, to which a patch that changes the files `changed_paths` was applied.
+    """Run the tests in the patched workspace. `changed_paths`: the files that the patch changed.
 
-    Hidden Python files are imported from their text, whatever lies in the workspace."""
+    Hidden Python files are imported from their text, not from files in the workspace.
+    """
     nonce = secrets.token_bytes(32)
     job = {
         "nonce": nonce.hex(),

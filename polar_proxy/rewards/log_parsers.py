@@ -213,9 +213,11 @@ _ALIASES: Mapping[str, str] = {
 
 
 def own_parsers(name: str) -> tuple[str, ...]:
-    """Return (`name`,) if it is a function of the user, ``module:function``, and () if it is one of Polar's parsers.
+    """Return (`name`,) if `name` is a function of the user, ``module:function``, and () if `name` is one of Polar's
+    parsers.
 
-    Imports nothing. Raises `BadTaskError` if it is neither."""
+    Imports nothing. Raises `BadTaskError` if `name` is neither.
+    """
     if is_code(name):
         return (name,)
     get_parser(name)

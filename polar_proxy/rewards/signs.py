@@ -74,7 +74,7 @@ def apply_sign_policy(score: Score, policy: SignPolicy) -> Score:
 
 
 def _top_module(path: str) -> str:
-    """Return the top-level module that a file at this path in the workspace belongs to, or ""."""
+    """Return the top-level module that a file at this path in the workspace belongs to; "" if it belongs to none."""
     parts = PurePosixPath(path).parts
     return parts[0].removesuffix(".py") if len(parts) == 1 and path.endswith(".py") else parts[0] if parts[1:] else ""
 

@@ -41,11 +41,11 @@ class EngineValues:
     def problem(self, sequence: TokenSequence) -> str | None:
         """Return why the engine can compute no values of these tokens; None if it can."""
         if not self.engines:
-            return "these pages have no engine"
+            return "this server has no engine"
         if self._find_engine(sequence) is None:
             model = sequence.engine.model if sequence.engine else "their model"
             return f"they need an engine that serves {model} and scores given tokens"
-        return "the trace continues another one" if sequence.facts.get("branch_at") else None
+        return "this trace continues another trace" if sequence.facts.get("branch_at") else None
 
     def _find_engine(self, sequence: TokenSequence) -> Engine | None:
         model = None if sequence.engine is None else sequence.engine.model

@@ -23,13 +23,14 @@ HOST_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 
 
 class BuildFailed(Exception):
-    """The image could not be built. The text says why; if both `docker build` and mmdebstrap failed, why each did."""
+    """The image could not be built. The text says why. If both `docker build` and mmdebstrap failed, the text has both
+    reasons."""
 
 
 def engine_command() -> list[str]:
     """Return the first words of every engine command. Raise `BuildFailed` if neither docker nor podman is installed.
 
-    Podman takes the same commands as docker, but the address in DOCKER_HOST only as an option.
+    Podman takes the same commands as docker, but it needs the address in DOCKER_HOST as an option.
     """
     if shutil.which("docker") is not None:
         return ["docker"]
@@ -63,7 +64,7 @@ def by_dockerfile(image: str) -> None:
 
 def by_mmdebstrap(image: str) -> None:
     if os.getuid() != 0:
-        raise BuildFailed("building the image without a registry, from Debian packages by mmdebstrap, needs root")
+        raise BuildFailed("building the image without a registry (by mmdebstrap, from Debian packages) needs root")
     if shutil.which("mmdebstrap") is None:
         raise BuildFailed("building the image without a registry needs mmdebstrap (apt-get install mmdebstrap)")
     sources = [str(HOST_SOURCES)] if HOST_SOURCES.exists() and SUITE in HOST_SOURCES.read_text() else []

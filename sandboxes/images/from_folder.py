@@ -1,5 +1,5 @@
-"""Build an image from a task's folder. Its Dockerfile is untrusted: its commands run without a network and with
-limits unless the caller allows more."""
+"""Build an image from a task's folder. The folder's Dockerfile is untrusted: its commands run with limits, and without
+a network unless the caller allows one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ LOG_LIMIT = 16 << 10
 
 @dataclass(frozen=True)
 class BuildLimits:
-    """Limits of each command of the Dockerfile (`file_mb`: size of a file that it writes), and of the whole build."""
+    """Limits of a build. `seconds` limits the whole build, all other values limit each command of the Dockerfile.
+    `file_mb` limits the size of a file that a command writes."""
 
     network: bool = False
     memory_mb: int = 4096
@@ -62,7 +63,7 @@ async def build_image(engine: aiodocker.Docker, context: bytes, tag: str, limits
 async def _messages(
     engine: aiodocker.Docker, context: bytes, parameters: dict[str, str]
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the messages of the engine; closing the connection ends the build."""
+    """Yield the messages of the engine. If the connection is closed, the engine ends the build."""
     images: Any = engine.images
     request = engine._query(  # aiodocker's `images.build` has no parameters for the limits
         "build",

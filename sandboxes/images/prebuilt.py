@@ -33,7 +33,7 @@ _ROOT = "root.tar"
 
 @dataclass(frozen=True, slots=True)
 class PrebuiltImage:
-    """An image with a harness. `made`: whether `prebuild` built it, because it did not exist."""
+    """An image with a harness. `made`: whether `prebuild` built the image, because it did not exist."""
 
     image: str
     base: str
@@ -110,7 +110,7 @@ async def prune_prebuilt(
         if below not in current:
             current[below] = await _current(engine, below, [] if everything else agents)
         up_to_date, size = current[below]
-        entry = StoredPrebuiltImage(name, below, int(image["Size"]) - size, False, "an installed agent's")
+        entry = StoredPrebuiltImage(name, below, int(image["Size"]) - size, False, "an installed agent uses it")
         if name not in up_to_date and await _remove_unless_used(engine, name):
             entry = replace(entry, removed=True, why="requested" if everything else "out of date")
         elif name not in up_to_date:
@@ -189,7 +189,8 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Change an archive entry to be owned by root, readable by every user and of modification time 0, and return it."""
+    """Make root the owner of an archive entry, make the entry readable by every user, set its modification time to 0,
+    and return it."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = "root"
     entry.mtime = 0

@@ -1,8 +1,8 @@
 """The supervisor: the process between the owner and the programs of one `process` or `bubblewrap` sandbox.
 
-The owner's Python runs it as a separate program (`-I -S`, standard library only, single-threaded). It starts bwrap,
-enters the namespaces of bwrap and drops the privileges that it does not need, so nothing has to be installed inside.
-The supervisor stays outside of the process namespace, where programs inside can neither see nor signal it.
+The owner's Python runs it as a separate program (`-I -S`, standard library only, single-threaded), so nothing has to be
+installed inside. The supervisor starts bwrap, enters the namespaces of bwrap and drops the privileges that it does not
+need. It stays outside of the process namespace, so that programs inside can neither see nor signal it.
 
 * When the control socket closes (the owner closed it, or died, even by `kill -9`), everything ends.
 * Each command runs below a *shim*: a fork of the supervisor that is the subreaper of the command's process tree.

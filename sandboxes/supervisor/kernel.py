@@ -138,7 +138,7 @@ def _drop_bounding_set(keep: Sequence[int] = ()) -> None:
 
 
 def become_user(uid: int) -> None:
-    """Become an ordinary user and group of this number, without capabilities."""
+    """Switch this process to the user and the group with the number `uid`, without capabilities."""
     _drop_bounding_set()
     os.setgroups([])
     os.setresgid(uid, uid, uid)
@@ -146,7 +146,7 @@ def become_user(uid: int) -> None:
 
 
 class FilterProgram(ctypes.Structure):
-    """`struct sock_fprog`."""
+    """The C structure `sock_fprog`, which holds a BPF program."""
 
     _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
 

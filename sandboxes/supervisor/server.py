@@ -1,4 +1,4 @@
-"""The supervisor's loop: reads requests of the owner, sends the reports of the shims."""
+"""The supervisor's loop: reads the owner's requests, and sends the owner the reports of the shims."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Supervisor:
     def start_bwrap(self, argv: list[str]) -> int:
         """Start a sandbox in which bwrap runs `cat`, and return the pid of the sandbox's first process.
 
-        `cat` echoes a line, which shows that all mounts are made. It keeps the sandbox open, and ends when this process
-        ends, because its stdin closes then.
+        `cat` echoes a line, which shows that all mounts are made. `cat` also keeps the sandbox open until this process
+        ends, which closes the stdin of `cat`.
         """
         stdin_read, stdin_write = os.pipe()
         stdout_read, stdout_write = os.pipe()

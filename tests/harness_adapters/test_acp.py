@@ -133,7 +133,7 @@ def test_a_crash_of_the_agent_fails_the_turn(client: ClientRunner) -> None:
     ("env", "message"),
     [
         ({"FAKE_LOCKED": "1"}, "acp: Authentication required (-32000)"),
-        ({"FAKE_VERSION": "9"}, "acp: the agent speaks version 9 of ACP, this client version 1"),
+        ({"FAKE_VERSION": "9"}, "acp: the agent speaks version 9 of ACP, but this client speaks only version 1"),
     ],
 )
 def test_a_session_that_cannot_be_opened_fails_the_run(client: ClientRunner, env: dict[str, str], message: str) -> None:

@@ -59,7 +59,7 @@ def test_double_braces_are_literal() -> None:
     ("command", "message"),
     [
         ("", "the command is missing"),
-        ("a {modle}", "{modle} is not a placeholder; use {base_url}"),
+        ("a {modle}", "{modle} is not a placeholder; use one of {base_url}"),
         ("a 'b", "cannot be split into words"),
         ("bash -c 'run {instruction}'", "POLAR_INSTRUCTION"),
         ("/bin/sh -c \"x '{instruction}'\"", "POLAR_INSTRUCTION"),

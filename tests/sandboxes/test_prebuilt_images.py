@@ -119,7 +119,7 @@ async def test_prune_removes_unused_images(tmp_path: Path, reasons: dict[str, st
             ends = {name: (found[name].removed, found[name].why) for name in (changed, installed, used)}
             assert ends == {
                 changed: (True, "out of date"),
-                installed: (False, "an installed agent's"),
+                installed: (False, "an installed agent uses it"),
                 used: (False, "a container uses it"),
             }
             assert 0 < found[changed].bytes < 1_000_000  # the base's own are shared

@@ -92,7 +92,7 @@ async def test_pages_without_the_engine_say_so(pages: httpx.AsyncClient, store: 
     (trace,) = await store.traces.find(session_id=session_id)
     path = f"/view/traces/{trace.trace_id}"
     page = (await pages.get(path)).text
-    assert "cannot be computed here: these pages have no engine" in page
+    assert "cannot be computed here: this server has no engine" in page
     assert '<option value="ratio"' not in page
     assert (await pages.get(f"{path}/ratios")).status_code == 400
     async with connect_engine(store, tmp_path, ScriptedEngine()) as http:

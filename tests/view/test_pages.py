@@ -156,7 +156,7 @@ async def test_requests_that_cannot_be_parsed_are_shown_as_received(
     for path in (f"calls/{call.call_id}", f"sessions/{session_id}", f"parts/calls/{following.call_id}"):
         page = await pages.get(f"/view/{path}")
         assert page.status_code == 200
-        assert "Shown as received, because it cannot be parsed" in page.text
+        assert "The request is shown as received, because it cannot be parsed" in page.text
         assert "{ no json &lt;b&gt;" in page.text
 
 

@@ -70,7 +70,8 @@ class RemoteModule(ModuleType):
 
 
 def ask(link: Link, *request: Any) -> Any:
-    """Return the worker's answer. If the agent's code raised an exception, raise the nearest built-in one."""
+    """Return the worker's answer. If the agent's code raised an exception, raise the nearest built-in exception
+    here."""
     link.send(request)
     reply = link.receive()
     if not (isinstance(reply, list) and len(reply) == 2):
@@ -92,7 +93,7 @@ def ask(link: Link, *request: Any) -> Any:
 
 
 def serve_calls(link: Link) -> None:
-    """Answer the judge's requests until it ends."""
+    """Answer the judge's requests until the judge ends."""
     sys.path.insert(0, os.getcwd())
     while True:
         try:

@@ -64,7 +64,7 @@ function followChanges() {
   };
   changes.onerror = () => {
     timer ??= setInterval(update, POLL_MS);
-    show(changes.readyState === EventSource.CLOSED ? `every ${POLL_MS / 1000} s` : "reconnecting");
+    show(changes.readyState === EventSource.CLOSED ? `updates every ${POLL_MS / 1000} s` : "reconnecting");
   };
   return () => {
     changes.close();

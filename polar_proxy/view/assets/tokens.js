@@ -293,7 +293,7 @@ function describe(index) {
   if (ratios?.[index] != null) rows.push(["importance ratio", ratios[index]]);
   const other = alternatives.get(index);
   if (other?.least_entropy !== undefined) rows.push(["entropy", `at least ${other.least_entropy} nats`]);
-  rows.push([sampled ? "of answer" : "of prompt", `${inside} of call`, `/view/calls/${encodeURIComponent(span.call_id)}`, span.call_id]);
+  rows.push([sampled ? "position in answer" : "position in prompt", `${inside} of call`, `/view/calls/${encodeURIComponent(span.call_id)}`, span.call_id]);
   rows.push(["edge", span.edge], ["prompt", span.prompt_mode + (span.prompt_reason ? `: ${span.prompt_reason}` : "")]);
   if (sampled) {
     const version = span.versions.filter(([at]) => at <= inside).at(-1)?.[1];
