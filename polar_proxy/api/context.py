@@ -301,7 +301,7 @@ async def local_admin_key(store: Store, home: Path) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, atomically. Raises UsageError."""
+    """Write a file atomically, so that only its owner can read it. Raises UsageError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

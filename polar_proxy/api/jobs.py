@@ -101,7 +101,7 @@ async def job_rollouts(store: ApiStore, job_id: JobId) -> m.RolloutList:
 
 @admin.post("/jobs/{job_id}/cancel", tags=["jobs"])
 async def cancel_job(context: Context, job_id: JobId) -> m.CancelResponse:
-    """Cancel a job, whatever stage its rollouts are in. Once this responds, none of them runs on this server."""
+    """Cancel a job, whatever stage its rollouts are in. Once the server responds, it runs none of them any more."""
     await _require_job(context, job_id)
     return await _cancel(context, job_id)
 
@@ -129,7 +129,7 @@ async def pause_job(context: Context, job_id: JobId, body: m.PauseRequest = m.Pa
     """Start no more rollouts of a job; running rollouts continue.
 
     With `wait_idle`, the response comes when none of the job's rollouts runs any more. If some still run after
-    that many seconds, the status is 409 `pause_timed_out` and the job is as it was before.
+    `wait_idle` seconds, the status is 409 `pause_timed_out` and this pause is undone.
     """
     await _pause(context, await _require_job(context, job_id), body)
     return convert(m.Job, await _require_job(context, job_id))
@@ -252,7 +252,7 @@ def _load_tasks(
 
 def _job_spec(context: ApiContext, body: m.JobRequest, original: Original | None) -> JobSpec:
     """Return the options of the job. Omitted options come from the original rollout, if there is one, or else from the
-    settings. Raises UsageError."""
+    settings. Raises UsageError for an invalid option."""
     given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
     if original is not None:
         given = original.job_options(given)

@@ -27,7 +27,8 @@ trainer = routers.trainer
 async def lease(context: Context, store: ApiStore, body: m.LeaseRequest, request: Request) -> m.LeaseResponse:
     """Lease finished groups, oldest first. No other consumer gets them until the leases expire.
 
-    Groups that are too stale are dropped instead. With `wait`, the response is delayed until there is a group.
+    Groups that are too stale are dropped instead. If no group is ready, the server waits up to `wait` seconds for one
+    before it responds.
     """
     deadline = time.monotonic() + body.wait
     dropped: list[str] = []

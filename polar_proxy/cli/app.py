@@ -85,7 +85,7 @@ VERBS = {
     "sessions": Verb("show:sessions", "List sessions, newest first."),
     "view": Verb(
         "view:view",
-        "Show recorded runs in the browser: the pages of `polar serve`, read-only, over any database, until stopped.",
+        "Show the recorded runs of a database in the browser, read-only, until stopped.",
     ),
     "show": Verb("show:show", "Show a rollout or a session as a story, or a call in full."),
     "sql": Verb(
@@ -101,7 +101,7 @@ VERBS = {
         "Build the traces of rollouts and sessions from their recorded calls, replacing the builder's earlier traces.",
     ),
     "audit": Verb(
-        "traces:audit", "Score traces again with the engine, and compare with the recorded log-probabilities."
+        "traces:audit", "Score traces again with the engine, and compare the log-probabilities with the recorded ones."
     ),
     "rescore": Verb(
         "traces:rescore",
@@ -109,7 +109,7 @@ VERBS = {
     ),
     "conformance": Verb(
         "conformance:conformance",
-        "Run the real agents through Polar and measure what arrives: calls, edges, retries, losses.",
+        "Run the real agents through Polar, and count calls, edges between calls, retries and losses.",
     ),
     "session": Verb("admin:session_app", "Create sessions for agents that you start yourself."),
     "key": Verb("admin:key_app", "Manage keys of the HTTP API."),

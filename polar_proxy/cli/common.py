@@ -81,7 +81,7 @@ def import_named_code(*names: str | None) -> None:
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags that were given, that is, are not None."""
+    """Return the flags that were given: those whose value is not None."""
     return {name: value for name, value in flags.items() if value is not None}
 
 

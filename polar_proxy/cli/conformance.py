@@ -51,7 +51,10 @@ def conformance(
     patience: Annotated[float, typer.Option(min=0.1, help="Factor for all time limits.")] = 1.0,
     out_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of the report's two files. Default with the scripted engine: benchmarks/results."),
+        typer.Option(
+            help="Folder of the report's two files. Default: benchmarks/results if all checks run with the scripted "
+            "engine; otherwise no file is written."
+        ),
     ] = None,
     fidelity: Annotated[
         bool,
@@ -68,10 +71,10 @@ def conformance(
             "Repeatable. Default: both."
         ),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="With --fidelity: agents at a time.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="With --fidelity: number of agents that run at a time.")] = 1,
     as_json: options.AsJson = False,
 ) -> None:
-    """Run the real agents through Polar and measure what arrives: calls, edges, retries, losses.
+    """Run the real agents through Polar, and count calls, edges between calls, retries and losses.
 
     Writes conformance.md and conformance.json; harnesses that are not run keep their rows there. Most checks need the
     scripted engine. The exit code is 0 if no check failed and no call was lost or recorded twice.

@@ -44,7 +44,7 @@ def reward(
         number = None if value == "none" else float(value)
         details = {} if detail is None else orjson.loads(detail)
     except ValueError as error:  # includes JSONDecodeError
-        raise UsageError(f"A reward is a number or `none`, and its detail a JSON object: {error}.") from error
+        raise UsageError(f"A reward is a number or `none`, and --detail is a JSON object: {error}.") from error
     request = make_request(
         RewardRequest,
         **_target(target),
@@ -60,7 +60,7 @@ def reward(
 
 def remark(
     target: Target,
-    label: Annotated[str | None, typer.Option(help="A word to find it by: `--where label=WORD`.")] = None,
+    label: Annotated[str | None, typer.Option(help="A word to select by: `--where label=WORD`.")] = None,
     note: Annotated[str | None, typer.Option(help="A text of any length.")] = None,
     rating: Annotated[float | None, typer.Option(help="A number from 1 to 5.")] = None,
     url: options.Url = None,

@@ -1,4 +1,4 @@
-"""`polar doctor` and `polar harness`: check the installation; list, install and check agents, build their images."""
+"""`polar doctor` and `polar harness`: check the installation; list, install, check and prebuild agents."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def prebuild(
 
 @app.command("prune")
 def prune(
-    base: Annotated[str | None, typer.Option(help="Base image: remove only images that were built on it.")] = None,
+    base: Annotated[str | None, typer.Option(help="Remove only images that were built on this base image.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also remove images of installed agents.")] = False,
     as_json: options.AsJson = False,
 ) -> None:

@@ -34,8 +34,8 @@ def intercept(
 
     The program gets variables for a proxy on loopback and for a certificate authority that only it trusts. Its calls to
     the hosts of OpenAI, ChatGPT, Anthropic, Google, Azure, Bedrock, OpenRouter, Mistral and GitHub Copilot go to the
-    server, which answers and records them; its own key is removed. With a server started as `polar serve --engine
-    passthrough`, the provider answers, and the calls are recorded.
+    server, which answers and records them. The program's own key is removed. With a server started as `polar serve
+    --engine passthrough`, the provider answers, and the calls are recorded.
     """
     options.require_choice("others", others, get_args(Others))
     program = shutil.which(command[0])
@@ -47,7 +47,6 @@ def intercept(
 
 
 def _run(settings: Settings, session: AgentSession, command: list[str], others: Others) -> int:
-    """Run the program and return its exit code."""
     mitmproxy = Mitmproxy()
     if not mitmproxy.is_installed(settings.harness_cache):
         with spinner("installing mitmproxy", quiet=False):

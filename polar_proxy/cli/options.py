@@ -47,7 +47,10 @@ Engine = Annotated[
     typer.Option("--engine", help="local, vllm, llamacpp, openai, anthropic, google, passthrough, or module:Class."),
 ]
 EngineUrl = Annotated[
-    str | None, typer.Option("--engine-url", help="URL of the engine; by default a provider's own API.")
+    str | None,
+    typer.Option(
+        "--engine-url", help="URL of the engine. Default for openai, anthropic and google: the provider's own API."
+    ),
 ]
 Model = Annotated[
     str | None, typer.Option("--model", help="local: a folder of weights; others: name of the served model.")
@@ -117,8 +120,8 @@ def model_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that gives a command one option for each field of `model`.
 
-    The decorated function receives the options that the user gave as a dict, in its parameter `rollout_options`. Their
-    values are not validated here.
+    The decorated function has a parameter `rollout_options`: a dict of the options that the user gave. Their values
+    are not validated here.
     """
     fields = {name: field for name, field in model.model_fields.items() if name not in exclude}
 

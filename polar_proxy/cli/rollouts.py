@@ -77,8 +77,8 @@ def run(
     task: Annotated[
         str | None,
         typer.Argument(
-            help="Task family (swe-task), a JSONL file of tasks or SWE-bench rows, a Harbor task folder "
-            "or a folder of those, module:Class or module:function. Not with --repeat-of."
+            help="Task family (swe-task), a JSONL file of tasks or SWE-bench rows, a Harbor task folder, "
+            "a folder of Harbor task folders, module:Class or module:function. Not with --repeat-of."
         ),
     ] = None,
     *,

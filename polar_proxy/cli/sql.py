@@ -31,7 +31,7 @@ def sql(
 ) -> None:
     """Run one read-only SQL statement on the database, with functions that unpack texts and tokens.
 
-    The views `v_messages`, `v_answers` and `v_tokens` exist only here, and only on SQLite.
+    The views `v_messages`, `v_answers` and `v_tokens` exist only in this command, and only on SQLite.
     """
     form = "json" if as_json else form
     options.require_choice("format", form, _FORMATS)

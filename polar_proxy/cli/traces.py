@@ -159,7 +159,7 @@ def audit(
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Score traces again with the engine, and compare with the recorded log-probabilities.
+    """Score traces again with the engine, and compare the log-probabilities with the recorded ones.
 
     Each trace gets a grade, which is stored. The exit code is 1 if a trace was rejected.
     """

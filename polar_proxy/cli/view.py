@@ -1,4 +1,4 @@
-"""`polar view`: the web page over any database."""
+"""`polar view`: web pages with the recorded runs of a database."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def view(
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show recorded runs in the browser: the pages of `polar serve`, read-only, over any database, until stopped.
+    """Show the recorded runs of a database in the browser, read-only, until stopped.
 
-    With --url, open the pages of that server instead.
+    The pages are the same as those of `polar serve`. With --url, open the pages of that server instead.
     """
     settings = load_client_settings(url, db)
     if settings.url is not None:

@@ -68,8 +68,8 @@ _FOREIGN_HOST = (
 class GatewayApp:
     """Sends model requests straight to the handler and everything else to FastAPI.
 
-    A model call passes no middleware, because FastAPI's middleware costs a measurable share of a call and limits bodies
-    to a size that agents exceed. A connection from inside a sandbox gets only the routes that agents need.
+    A model call passes no middleware: FastAPI's middleware takes a measurable share of a call's time, and agents send
+    bodies that are larger than it allows. A connection from inside a sandbox gets only the routes that agents need.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 _OTHER_ROUTES = APIRouter()
-"""Lists of models, health checks and metrics: built once per process, for all servers."""
+"""The routes of the model list, health checks and metrics. They are built once per process, for all servers."""
 
 
 @_OTHER_ROUTES.get("/models")

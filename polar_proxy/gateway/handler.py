@@ -6,8 +6,8 @@
 Promises:
 
 * Recorded before sent: the last byte of an answer leaves only after its calls are committed.
-* While the store cannot be written, the calls of a session that must be recorded are refused before they are sampled.
-  Other sessions are answered, and their unrecorded calls count as lost (`gateway/recording.py`).
+* While the store cannot be written, calls that must be recorded are refused before they are sampled. All other
+  calls are answered, and count as lost if they stay unrecorded (`gateway/recording.py`).
 * However a request ends (answered, failed, client gone, gateway stopped), its calls are committed with what was
   sampled until then.
 """
@@ -361,9 +361,9 @@ class RequestHandler:
         buffer: ResponseBuffer,
         receive: asgi.Receive,
     ) -> CallOutcome:
-        """Sample an answer for each call of a request (one for each choice), and return how they ended.
+        """Sample an answer for each call of a request (one for each choice), and return how the calls ended.
 
-        Raises SessionClosedError or BudgetSpentError if no call may begin, because of what other gateways did.
+        Raises SessionClosedError and BudgetSpentError as `_announce` does: before a call begins.
         """
         try:
             if self._in_flight is not None:

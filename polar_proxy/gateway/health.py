@@ -46,7 +46,7 @@ class HealthCheck:
     """A check that is repeated if its last result is older than `MAX_AGE_SECONDS`. Hanging counts as a problem."""
 
     def __init__(self, name: str, check: Callable[[], Awaitable[str | None]]) -> None:
-        """`check` returns the problem, or None, or raises a PolarError."""
+        """`check` returns the problem, or None if there is none. A PolarError that it raises counts as the problem."""
         self.problem: str | None = None
         self._name = name
         self._check = check
@@ -96,7 +96,7 @@ class OutageLog:
 
     def worked(self) -> None:
         if self._since is not None:
-            log.warning("over after %.0f s: %s", time.monotonic() - self._since, self._what)
+            log.warning("ended after %.0f s: %s", time.monotonic() - self._since, self._what)
             self._since = None
 
 

@@ -1,8 +1,8 @@
 """Hooks: the user's code that changes requests before they are sampled, and answers before agents get them.
 
 A hook is a Python class that is named on the command line or in the settings (`gateway.hooks`), never in a request or a
-task. It has one or more of these methods, plain or async. Each returns its argument's replacement, or None to change
-nothing:
+task. It has one or more of these methods, plain or async. Each returns a replacement for its first argument,
+or None to change nothing:
 
     def on_request(self, request: EngineRequest, call: HookedCall) -> EngineRequest | None
     def on_answer(self, answer: Message, call: HookedCall) -> Message | None
@@ -86,11 +86,14 @@ class Hooks:
         return "on_answer" in self._methods or "on_tool_call" in self._methods
 
     async def change_request(self, request: EngineRequest, call: HookedCall) -> EngineRequest:
-        """Return the request as the model shall see it. Raises HookError."""
+        """Return the request as the model shall see it. Raises HookError if the hook fails."""
         return await self._apply("on_request", request, call)
 
     async def change_answer(self, answer: Answer, call: HookedCall) -> Answer:
-        """Return the answer as the agent shall get it; the same object if nothing was changed. Raises HookError."""
+        """Return the answer as the agent shall get it; the same object if nothing was changed.
+
+        Raises HookError if a hook fails.
+        """
         choices: dict[int, AnswerChoice] = {}
         for index, choice in answer.in_order:
             message = await self._apply("on_answer", choice.message, call)
@@ -123,7 +126,7 @@ class Hooks:
     def _failed(self, method: str, problem: str, error: Exception) -> HookError:
         if (method, type(error).__name__) not in self._logged:
             self._logged.add((method, type(error).__name__))
-            log.error("the hook %s failed, and each call that it fails is refused: %s", method, problem, exc_info=error)
+            log.error("the hook %s failed; calls for which it fails are refused: %s", method, problem, exc_info=error)
         return HookError(method)
 
 

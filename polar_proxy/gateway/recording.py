@@ -89,8 +89,8 @@ class RequestContext:
     raw: ProviderRequest | None = None
     """The unparsed request, if it is passed on to its provider."""
     refers: bool = False
-    """True if the request refers to items of earlier answers by id. This answer is then kept in memory, because the
-    session's next request may refer to its items."""
+    """True if the request refers to items of earlier answers by id. The answer to this request is then kept in memory,
+    because the session's next request may refer to items of this answer."""
 
 
 @dataclass(slots=True)

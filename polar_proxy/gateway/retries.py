@@ -6,8 +6,8 @@ the same bytes, and joining their requests would give both runs the same sample.
 
 * the earlier request lost its client before the last byte, and is still being answered, or
 * the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal request,
-  unless it may be the retry of a failed one: then it is sampled. This is the case if the last equal request
-  failed, or if an earlier one failed and was not retried yet.
+  unless it may be the retry of a failed request. It may be one if the last equal request failed, or if an earlier
+  equal request failed and was not retried yet. The marked request is then sampled.
 
 With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
 answered; with `never`, it joins none.
@@ -35,7 +35,8 @@ _FINISHED_BYTES = 64 << 20
 RetryKey = tuple[str, str, bool, tuple[bytes, ...]]
 """Session id, dialect, whether the answer is streamed, and the last message of each conversation of the request.
 
-Equal requests have equal keys. Few others do, because every request of a run ends with a new message.
+Equal requests have equal keys. Different requests rarely have equal keys, because every request of a run ends with a
+new message.
 """
 
 

@@ -55,7 +55,7 @@ class RolloutProgressLine:
     command: str = ""
     since: float = field(default_factory=time.monotonic)
     until: float | None = None
-    """Time at which it ended; None before that."""
+    """Time of the monotonic clock at which the rollout ended; None before that."""
 
     @property
     def seconds(self) -> str:

@@ -181,7 +181,7 @@ def _print_message(message: StoryMessage) -> None:
 
 
 def _arguments(text: str) -> str:
-    """Return the arguments of a tool call for reading. `text`: the arguments as JSON.
+    """Return the arguments of a tool call in readable form. `text`: the arguments as JSON.
 
     If the only argument is a string, such as a shell command, return the string; otherwise return `text`.
     """

@@ -39,7 +39,8 @@ CURVES = (
 
 
 def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
-    """Return the last `width` values as blocks between their least and largest; missing ones are spaces."""
+    """Return the last `width` values as block characters. The height of a block shows where its value lies between the
+    least and the largest of them. A missing value is a space."""
     shown = values[-width:]
     known = [value for value in shown if value is not None]
     if not known:

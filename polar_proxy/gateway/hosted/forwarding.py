@@ -84,7 +84,10 @@ class RequestForwarder:
         return choice.passthrough
 
     async def read(self, session: SessionState, receive: asgi.Receive) -> bytes:
-        """Return the body of a request. Raises RequestError for a body that is too large, and ClientDisconnected."""
+        """Return the body of a request.
+
+        Raises RequestError if the body is too large, and ClientDisconnected if the client disconnects first.
+        """
         with self._bodies.reserve(session.session_id) as reservation:
             return b"".join(await asgi.read_body(receive, reservation.take))
 

@@ -108,9 +108,9 @@ def parse_for_record(
 
 
 def answered_by_polar(request: RequestContext) -> RequestContext:
-    """Change a request that would be passed on into one that Polar itself answers.
+    """Return a request, which would be passed on to its provider, as a request that Polar itself answers.
 
-    Raises BudgetSpentError if Polar could not read the request, and so cannot answer it in its dialect.
+    Raises BudgetSpentError if Polar could not read the request, because then it cannot answer in the request's dialect.
     """
     own_encoder = request.parsed.own_encoder
     if own_encoder is None:

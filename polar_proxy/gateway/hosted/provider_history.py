@@ -8,7 +8,7 @@ Promises:
 
 * A session's calls are joined to its own calls only.
 * A history is complete if each id was found and each answer could be read. A conversation is known only if Polar passed
-  on its creation, and has passed on no request since that adds or deletes its items (`ConversationRoutes`). A stored
+  on the request that created it, and no later request that adds or deletes its items (`ConversationRoutes`). A stored
   prompt (`prompt`) is never known, so a body that names one has no complete history.
 * If the store fails, the history is incomplete, and the request is passed on.
 """
@@ -158,7 +158,7 @@ class ProviderHistories:
         return None if row is None else await self._run(kept.items, conversation)
 
     async def _own_ids(self, session_id: str, wanted: frozenset[str]) -> dict[str, tuple[str, str]]:
-        """Return (call id, Polar's id of the item) for each of the provider's item ids that was recorded."""
+        """Return (call id, Polar's id of the item) by the provider's id of the item. Unrecorded ids are left out."""
         recorded = await self._run(self._store.calls.find_items, session_id, wanted) if wanted else {}
         found = {}
         for identity, (call_id, place) in recorded.items():

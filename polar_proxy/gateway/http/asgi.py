@@ -112,7 +112,7 @@ def _pieces(body: bytes) -> Iterator[bytes]:
 
 
 def parse_json_object(body: bytes) -> Json:
-    """Return the JSON object in `body`. Raises RequestError if it is not one."""
+    """Return the JSON object in `body`. Raises RequestError if `body` is not a JSON object."""
     try:
         value: object = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -208,7 +208,8 @@ class ClientWatch:
     """A context manager that cancels the current task if the client disconnects before the block ends.
 
     After the disconnect, `on_disconnect` is awaited first; it returns when the task is no longer worth continuing. Then
-    `gone` becomes True, and the task is cancelled. This cancellation ends with the block; any other passes through.
+    `gone` becomes True, and the task is cancelled. This cancellation ends with the block. A cancellation by anyone else
+    passes through.
     """
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], Awaitable[None]] | None = None) -> None:

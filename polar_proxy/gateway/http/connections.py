@@ -90,8 +90,10 @@ class BodyPace:
 
 
 class LimitedConnection(asyncio.Protocol):
-    """A connection whose requests are parsed in slices, so that others get their turn, and which is closed if its
-    client does not read the answers."""
+    """A connection whose requests are parsed in slices, so that other connections get their turns.
+
+    The connection is closed if its client does not read the answers.
+    """
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport

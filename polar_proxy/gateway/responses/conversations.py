@@ -1,11 +1,15 @@
 """Conversations (OpenAI's Conversations API): items that are kept here, as the history of later responses.
 
     POST   /v1/conversations                        create, with up to 20 items
-    GET    /v1/conversations/{id}                   POST: replace its metadata; DELETE: delete it with its items
-    GET    /v1/conversations/{id}/items             list; ?limit, order, after, include; POST: add up to 20 items
-    GET    /v1/conversations/{id}/items/{item_id}   DELETE: delete one item
-    POST   /v1/responses {"conversation": id}       its items come before the input; then the call adds its own input
-                                                    and its answer
+    GET    /v1/conversations/{id}                   retrieve
+    POST   /v1/conversations/{id}                   replace the metadata
+    DELETE /v1/conversations/{id}                   delete the conversation with its items
+    GET    /v1/conversations/{id}/items             list the items; ?limit, order, after, include
+    POST   /v1/conversations/{id}/items             add up to 20 items
+    GET    /v1/conversations/{id}/items/{item_id}   retrieve one item
+    DELETE /v1/conversations/{id}/items/{item_id}   delete one item
+    POST   /v1/responses {"conversation": id}       the prompt begins with the conversation's items; the call then adds
+                                                    its own input and its answer to the conversation
 
 Promises:
 
@@ -14,8 +18,8 @@ Promises:
 * A call adds its items in the transaction that commits it. A call that failed or was broken off adds nothing.
 * If calls without a model go to the engine `passthrough`, its provider creates and keeps new conversations, and the
   requests for them are passed on. Otherwise Polar keeps new conversations.
-* A conversation is limited in items and bytes, and a session in conversations and bytes, because storing an item is
-  cheaper for a client than a call is.
+* A conversation is limited in items and bytes, and a session in conversations and bytes. Without these limits a client
+  could fill the store at less cost than by calls.
 """
 
 from __future__ import annotations
@@ -91,11 +95,17 @@ class NewItems(NamedTuple):
 
 
 ReadItems = Callable[[SessionState, asgi.Receive], Awaitable[NewItems]]
-"""Reads the body of a request and checks its items. Raises RequestError and ClientDisconnected."""
+"""Reads the body of a request and checks its items.
+
+Raises RequestError if the body is refused, and ClientDisconnected if the client disconnects first.
+"""
 
 
 class StoredConversations:
-    """The conversations of sessions, within their limits. Raises StoreError while the store does not answer."""
+    """The conversations of sessions, within their limits.
+
+    The methods raise StoreError while the store does not answer, except `keep_created`.
+    """
 
     def __init__(self, store: Store, monitor: StoreMonitor, most_bytes: int, most_items: int) -> None:
         """`most_bytes`: size limit of a request body. `most_items`: the most items that a request may have."""
@@ -105,7 +115,7 @@ class StoredConversations:
         self._most_items = most_items
 
     async def find(self, session: SessionState, conversation_id: str, param: str | None = None) -> ConversationRow:
-        """Return a conversation of this session. Raises RequestError 404."""
+        """Return a conversation of this session. Raises RequestError 404 if the session has none with this id."""
         found = await self._run(self._stored.get, session.session_id, conversation_id)
         if found is None:
             text = f"Conversation with id {conversation_id!r:.80} not found."
@@ -113,9 +123,10 @@ class StoredConversations:
         return found
 
     async def read(self, session: SessionState, conversation_id: str, added_bytes: int) -> list[ConversationItem]:
-        """Return the items of the conversation that a request continues. Raises RequestError.
+        """Return the items of the conversation that a request continues.
 
-        `added_bytes`: the size of the request's body, which is added to the conversation.
+        `added_bytes`: the size of the request's body, which is added to the conversation. Raises RequestError: 404 if
+        the session has no such conversation, 413 if the conversation would exceed a limit.
         """
         await self.find(session, conversation_id, "conversation")
         self._check(await self._run(self._stored.size, conversation_id), 1, added_bytes)
@@ -154,10 +165,7 @@ class StoredConversations:
             log.warning("a conversation at the provider is not known, and calls in it are not trained: %r", error)
 
     async def forget_created(self, session: SessionState, conversation_id: str) -> None:
-        """Delete the record of a conversation that a provider keeps: its items are no longer known.
-
-        Raises StoreError.
-        """
+        """Delete the record of a conversation that a provider keeps, because its items are no longer known."""
         if await self._run(partial(self._stored.get, at_provider=True), session.session_id, conversation_id):
             await self._run(self._stored.delete, conversation_id)
 
@@ -169,7 +177,7 @@ class StoredConversations:
         return found
 
     async def item(self, conversation_id: str, item_id: str) -> ConversationItem:
-        """Return one item. Raises RequestError 404."""
+        """Return one item. Raises RequestError 404 if the conversation has no item with this id."""
         found = await self._run(self._stored.item, conversation_id, item_id)
         if found is None:
             raise RequestError(f"Item with id {item_id!r:.80} not found in this conversation.", status=404)
@@ -323,7 +331,7 @@ def _new_items(items: Sequence[Json]) -> list[ConversationItem]:
 
 
 def _metadata(body: Json) -> Json:
-    """Return the metadata in a body. Raises RequestError."""
+    """Return the metadata in a body. Raises RequestError for invalid metadata."""
     metadata = body.get("metadata")
     if metadata is None:
         return {}

@@ -7,9 +7,9 @@
 
 Promises:
 
-* A session sees its own responses only. Responses of other sessions, deleted ones and those with `store: false` get the
-  same error as unknown ids, so that a session cannot learn whether they exist. Responses that failed or are unfinished
-  get it too, except those in the background.
+* A session sees its own responses only. The error for a response of another session is the same as for an unknown id,
+  so that a session cannot learn whether the response exists. Three other kinds of responses get this error, too: those
+  that were deleted, those with `store: false`, and those that failed or are unfinished, except in the background.
 * A request for a response that the engine `passthrough` answered is passed on to its provider.
 * These routes record no call. A deleted response can neither be retrieved nor referred to; its call stays recorded.
 """

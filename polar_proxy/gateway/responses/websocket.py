@@ -61,7 +61,7 @@ class ResponsesWebSocket:
         self.answering = False
         """True from the arrival of a request until the last event of its answer is being sent."""
         self.latest_call: str | None = None
-        """The call id of the latest complete answer, unless a request that continues it failed."""
+        """Call id of the latest complete answer; None if there is none, or if a request that continues it failed."""
 
     async def serve(self, receive: asgi.Receive) -> None:
         try:
