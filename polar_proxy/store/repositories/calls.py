@@ -154,8 +154,8 @@ class CallRepository(Repository):
         """Store a call, and return a future that is done when the call is committed.
 
         The future raises StoreError if the call cannot be stored. This method raises StoreError if the store is closed.
-        With `large`, the rows of the call are made in a separate thread, so that other calls need not wait for that. In
-        the record, `prompt_ids` and `token_ids` are int32, and `logprobs` float32 with one value per token.
+        With `large`, the rows of the call are made in a separate thread, and other calls do not wait meanwhile. In the
+        record, `prompt_ids` and `token_ids` are int32, and `logprobs` is float32 with one value per token.
         """
         return self._writer.add(record, large=large)
 

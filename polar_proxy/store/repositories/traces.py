@@ -185,7 +185,8 @@ class TraceRepository(Repository):
         return await self._rows(TraceSummary, query)
 
     async def of_group(self, group_id: str, *, builder: str = "merged") -> dict[str, list[TraceSummary]]:
-        """Return rollout id -> the traces of each rollout of a group, in the builder's order, without their tokens."""
+        """Return rollout id -> traces, for the rollouts of a group that have traces. The traces are in the builder's
+        order and have no tokens."""
         members = select(schema.rollouts.c.rollout_id).where(schema.rollouts.c.group_id == group_id)
         query = _select_summaries.where(_t.rollout_id.in_(members), _t.builder == builder)
         found: dict[str, list[TraceSummary]] = defaultdict(list)

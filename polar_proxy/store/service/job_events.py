@@ -143,9 +143,10 @@ class JobEventRepository(Repository):
     async def read(
         self, after: EventCursor, *, job_id: str | None = None, limit: int = 500
     ) -> tuple[list[JobEventRow], EventCursor]:
-        """Return events after a cursor (of one job, or of all jobs), and the position up to which events were read.
+        """Return the events of one job, or of all jobs, after a cursor. Also return the position up to which events
+        were read.
 
-        If that position equals `after`, there are no more events for now.
+        If this position equals `after`, there are no more events for now.
         """
         rollout_query = (
             select(_e.event_id, _e.at, _e.rollout_id, _e.kind, _e.data, _r.job_id, _r.group_id)

@@ -135,7 +135,8 @@ class QueueRepository(Repository):
         return await self._reclaim(and_(_r.lease_expires_at < time.time(), _within(job_id)), attempts)
 
     async def workers(self) -> set[str]:
-        """Return the workers that have claimed rollouts. Jobs that a process runs for itself are left out."""
+        """Return the workers that have claimed rollouts. Processes that run a job for themselves (`polar run`) are left
+        out."""
         query = select(_r.claimed_by).where(_r.claimed_by.is_not(None), ~_final, _within(None)).distinct()
         return set(await self._scalars(query))
 
