@@ -82,8 +82,9 @@ class ArchiveRepository(Repository):
     ) -> ArchiveCounts:
         """Import a whole archive in one transaction (see `archive_import`), or nothing if it raises StoreError.
 
-        `models`: for some JSON columns, a function that checks a value. The caller gives them, because the store cannot
-        import the models of these values."""
+        `models`: functions that check the values of some JSON columns. The caller gives these functions, because the
+        store cannot import the models of the values.
+        """
         return await import_archive(
             self._database, self._artifacts, file, max_bytes=max_bytes, progress=progress, models=models
         )

@@ -236,7 +236,7 @@ def _read_exclusions(connection: Connection, session_id: str, builder: str) -> d
 
 
 def _trace_rows(connection: Connection, where: ColumnElement[bool]) -> tuple[Sequence[Any], dict[str, list[Span]]]:
-    """Return the rows of `traces` that meet `where`, in the builder's order, and trace id -> spans."""
+    """Return the rows of `traces` that meet `where`, in the builder's order. Also return trace id -> spans."""
     query = select(schema.traces).where(where).order_by(_t.session_id, _t.trace_index)
     rows = connection.execute(query).all()
     spans: dict[str, list[Span]] = defaultdict(list)

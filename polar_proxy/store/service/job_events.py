@@ -116,7 +116,8 @@ class JobEventRepository(Repository):
     async def _position(self, pick: Callable[..., Any], job_id: str | None) -> EventCursor:
         """Return the numbers of the first (`pick` = min) or last (max) rollout event and job event, as a cursor.
 
-        Only events of this job count, or of all jobs if `job_id` is None. A number is 0 if there is no such event.
+        Only the events of this job count; if `job_id` is None, the events of all jobs. A number is 0 if there is no
+        such event.
         """
         stage, job = select(pick(_e.event_id)), select(pick(_je.job_event_id))
         if job_id is not None:

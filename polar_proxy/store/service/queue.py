@@ -217,8 +217,8 @@ class FleetRepository(Repository):
 
 
 def staleness_filter(connection: Connection) -> ColumnElement[bool] | None:
-    """Return a condition on rollouts that holds back groups which would be delivered too stale; None if no unfinished
-    group has a limit or the throughput of the consumers is unknown.
+    """Return a condition on rollouts that holds back groups which would be delivered too stale. The result is None if
+    the throughput of the consumers is unknown, or if no unfinished group has a limit.
 
     The feed delivers the oldest groups first. If consumers take G groups per policy version, a group with A groups for
     training before it (waiting, or started and not finished) is delivered floor(A / G) or more versions from now. If
