@@ -3,7 +3,7 @@
 The price file is TOML: a table `[[model]]` for each model, with its prices in US dollars per million tokens, and with
 the date and the source of these prices. Polar ships one (`assets/prices.toml`); the setting `gateway.prices` names
 another in its place. The date at the end of a model's name (`-2025-08-07`, `-20250929`, `-001`, `-latest`) is ignored
-unless the file names that model itself.
+unless the file names the model with this date.
 
 A call costs the sum of its tokens' prices. The price is None, never 0, if the file does not have the model, or if the
 call had another service tier than the standard one. Charges for the provider's own tools, hourly charges and discounts

@@ -49,8 +49,8 @@ class SessionBudget(DocumentedModel):
     max_idle_seconds: float | None = Field(None, gt=0)
     """Budget: seconds without a call, from the end of one call to the start of the next."""
     max_repeats: int | None = Field(None, ge=2, le=MAX_INTEGER)
-    """Budget: number of equal calls, as in a loop. Calls are equal if they have the same request, or if they follow
-    each other and have the same answer."""
+    """Budget: number of equal calls, to end an agent that is in a loop. Calls are equal if they have the same request,
+    or if they follow each other and have the same answer."""
     at_budget: Literal["refuse", "stop"] = "refuse"
     """Answer to calls after a budget is spent: refuse (an error), or stop (a text by Polar that asks the agent to
     finish; after ten such answers, an error). This text is never trained on."""
@@ -75,9 +75,9 @@ class RolloutSpec(SessionBudget):
     max_tokens: int = Field(2048, ge=1, le=MAX_INTEGER)
     """Maximum number of tokens in one answer."""
     intercept: bool = False
-    """Also answer the agent's calls to the hosts of OpenAI, Anthropic, Google and other providers. For agents whose
-    endpoint cannot be set. Agents that are known to need interception are intercepted without this option. Not in
-    process sandboxes."""
+    """Also answer the agent's calls to the hosts of OpenAI, Anthropic, Google and other providers. Use this for agents
+    whose endpoint cannot be set. Agents that are known to need interception are intercepted without this option. Not
+    available in process sandboxes."""
     max_user_turns: int = Field(20, ge=1, le=MAX_INTEGER)
     """In tasks that are dialogues: maximum number of user messages, the instruction included."""
     train_timed_out: bool = False

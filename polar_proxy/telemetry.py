@@ -1,7 +1,7 @@
 """OpenTelemetry traces over OTLP/HTTP, by the semantic conventions for generative AI.
 
     rollout roll_...                       one trace per rollout
-      preparing | ready | running | scoring    a span for each stage of each attempt; `running` is `invoke_agent`
+      preparing | ready | running | scoring    a span for each stage of each attempt (`invoke_agent` for `running`)
         chat MODEL                             a span for each call, inside of `running`
 
 A session without a rollout is a trace of its calls. Trace and span ids are hashes of Polar's ids, so that the processes
@@ -74,7 +74,8 @@ async def traced(
     observe: Callable[[Callable[[CallRecord], None]], None],
     rollout_of: Callable[[str], str | None],
 ) -> AsyncIterator[Callable[[str], None]]:
-    """Send traces until the block ends. Yield the function to call with each rollout whose attempt has ended.
+    """Send traces until the block ends. Yield a function, to be called with the id of a rollout when an attempt at it
+    has ended.
 
     `observe` registers a function for recorded calls, `rollout_of` returns the rollout of a session. Raises UsageError
     if the packages are not installed.
@@ -104,7 +105,7 @@ async def traced(
 
 
 async def _read_rollout(store: Store, rollout_id: str, sender: SpanSender) -> None:
-    """Queue the spans of a rollout that has ended. Do nothing for a rollout that is tried again."""
+    """Read a rollout and queue its spans. Do nothing if the rollout has not ended, because it is tried again."""
     try:
         row = await store.rollouts.get(rollout_id)
         if row is None or not row.final:

@@ -119,8 +119,8 @@ class JsonLogFormatter(logging.Formatter):
 class LogHandler(logging.Handler):
     """Writes Polar's log records, and the warnings and errors of libraries, to standard error.
 
-    Each record goes to what `sys.stderr` is at that time. While a live table is shown, the table takes the place of
-    `sys.stderr` and prints the lines of the log above itself.
+    While a live table is shown, the table replaces `sys.stderr` and prints the lines of the log above itself. So
+    `sys.stderr` is looked up for each record.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -41,7 +41,8 @@ _UNPACKING = re.compile(r"function (messages|answer|prompt_ids|token_ids|logprob
 _COMMENTS = re.compile(r"--[^\n]*|/\*.*?\*/", re.DOTALL)
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _STEPS = 20_000
-"""Number of steps of SQLite's virtual machine between two checks of the time: some milliseconds."""
+"""Number of steps of SQLite's virtual machine between two checks of the time limit. The steps take some
+milliseconds."""
 _VIEWS = {
     "v_messages": """
         SELECT c.call_id, c.session_id, m.key AS position, m.value ->> 'role' AS role,

@@ -1,4 +1,5 @@
-"""The calls of a session for people to read, each with its new messages, tool results and answer, shortened."""
+"""The calls of a session for people to read: each with its new messages, its new tool results and its answer. Long
+texts are shortened."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.types import CallRecord, Choice, Message, TextRequest
 
 _HEAD, _TAIL = 3000, 1000
-"""Number of characters of a longer text that are kept at its beginning, and at its end."""
+"""Number of characters that are kept at the beginning, and at the end, of a text that is longer than both together."""
 COMMAND_LENGTH = 120
 
 
@@ -64,7 +65,8 @@ def call_choices(choices: Sequence[Choice], texts: Sequence[list[str]] | None) -
 
 
 def last_command(message: Message) -> str:
-    """Return the command of an answer's last tool call, or the answer's text if it has none, in one line."""
+    """Return the command of an answer's last tool call, or the answer's text if the answer has no tool call. The result
+    is one line, cut to `COMMAND_LENGTH` characters."""
     if message.tool_calls:
         arguments = message.tool_calls[-1].arguments
         try:

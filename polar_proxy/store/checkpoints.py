@@ -1,10 +1,11 @@
 """Checkpoints of a SQLite file: a thread copies the write-ahead log into the file while commits go on.
 
 A checkpoint waits for the disk (60 to 340 ms for 50 MB of log). SQLite's automatic checkpoint is part of the commit
-that finds the log too long: this commit and all later ones wait for the disk. Here a thread copies the log. The first
-commit after that copies only what was added meanwhile, and the next transaction starts the log again from its
-beginning. If a reader still needs a part of the log, the log is not started again: a later checkpoint copies what is
-left, again first in the thread and then in a commit. See https://www.sqlite.org/wal.html#ckpt.
+that finds the log too long. This commit waits for the disk, and later commits wait for this commit. Here a thread
+copies the log. The first commit after that copies only what was added meanwhile, and the next transaction starts the
+log again from its beginning. If a reader still needs a part of the log, the log is not started again. Then a later
+checkpoint copies what is left, again first in the thread and then in a commit. See
+https://www.sqlite.org/wal.html#ckpt.
 """
 
 from __future__ import annotations

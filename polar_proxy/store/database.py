@@ -63,7 +63,8 @@ _STUCK_SECONDS = 10.0
 """Time after which a SQLite write of this process counts as stuck, not as slow."""
 _DISK_FULL = "The disk is full: nothing can be recorded until space is freed"
 _UNAVAILABLE_STATES = {"57P01", "57P02", "57P03"}
-"""admin_shutdown, crash_shutdown, cannot_connect_now: https://www.postgresql.org/docs/current/errcodes-appendix.html"""
+"""SQLSTATEs which mean that the server is shutting down or starting: admin_shutdown, crash_shutdown and
+cannot_connect_now. See https://www.postgresql.org/docs/current/errcodes-appendix.html"""
 
 
 class StoreUnreachableError(StoreError):
@@ -81,10 +82,10 @@ class UnstorableValueError(StoreError):
 class _WriteLock:
     """Lets the SQLite writers of this process take turns: either the worker thread writes, or one other writer.
 
-    Transactions of the worker thread wait here only for a writer outside of this thread that is writing or came first.
-    They do not wait for each other, because the thread runs them one after the other anyway. If they waited, each would
-    begin only when the event loop has learned that the previous one has ended. In a busy loop, that takes much longer
-    than the transaction.
+    A transaction of the worker thread waits here only for a writer outside of this thread that is writing or came
+    first. The transactions of the worker thread do not wait here for each other, because the thread runs them one after
+    the other anyway. If they waited, each would begin only after the event loop has learned that the previous one has
+    ended. A busy event loop takes much longer to learn this than the transaction takes.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class _WriteLock:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[None]:
-        """Let a transaction of the worker thread into the block."""
+        """Wait until a transaction of the worker thread may run. Keep other writers out until the block ends."""
         await self._until(lambda: not (self._other_runs or self._others_wait))
         self._in_worker += 1
         try:
@@ -109,7 +110,7 @@ class _WriteLock:
 
     @asynccontextmanager
     async def other(self) -> AsyncIterator[None]:
-        """Let a writer outside of the worker thread into the block."""
+        """Wait until a writer outside of the worker thread may run. Keep all other writers out until the block ends."""
         self._others_wait += 1
         try:
             await self._until(lambda: not (self._other_runs or self._in_worker))
@@ -134,7 +135,8 @@ class Database:
 
     SQLite transactions begin explicitly. A writer takes the lock at once (BEGIN IMMEDIATE), so that it waits in the
     busy handler instead of failing half-way; a reader sees one snapshot and cannot write. The writers of this process
-    also take turns (see `_WriteLock`), because the next one then begins at once, whereas the busy handler sleeps.
+    also take turns (see `_WriteLock`). So the next writer begins as soon as the previous one has ended, whereas the
+    busy handler sleeps between its attempts.
 
     If a PostgreSQL server was reached before and is now unavailable, a new transaction waits for it. A transaction that
     the server broke off raises an error, because only its caller knows whether it may be repeated.
@@ -263,7 +265,8 @@ class Database:
             return await asyncio.to_thread(work)
 
     def _turn(self) -> AbstractAsyncContextManager[None]:
-        """Let the SQLite writers of this process into the block one at a time. PostgreSQL needs no turns."""
+        """Wait until no other SQLite writer of this process runs. Keep other writers out until the block ends.
+        PostgreSQL needs no turns."""
         return nullcontext() if self.path is None else self._write_lock.other()
 
     @asynccontextmanager
@@ -294,8 +297,8 @@ class Database:
         """Write a row and commit, on a separate connection. Raises StoreError if nothing can be stored now.
 
         If a write of this process ended in the last second, nothing is written (for SQLite, only the free space is
-        checked). Under load, the writes of this process hold SQLite's lock most of the time. So if the probe times out
-        or does not get the lock, no error is raised if such a write ended meanwhile or is still running.
+        checked). Under load, the writes of this process hold SQLite's lock most of the time, so that the probe may time
+        out or not get the lock. This is no error if a write of this process ended meanwhile or is still running.
         """
         began = time.monotonic()
         try:
@@ -357,7 +360,7 @@ class Database:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Raise driver errors of the block as StoreError."""
+        """Turn each driver error in the block into a StoreError."""
         try:
             yield
         except OverflowError as error:  # sqlite3 raises it for an integer beyond 64 bits
@@ -412,7 +415,7 @@ class Repository:
 
 
 def row_columns(row: type[Any], table: Table, **computed: ColumnElement[Any]) -> list[ColumnElement[Any]]:
-    """Return a column for each field of a dataclass: the one in `computed`, or the table's column of that name."""
+    """Return a column for each field of a dataclass: from `computed` if it has the field, else from the table."""
     return [computed[name] if name in computed else table.c[name] for name in (field.name for field in fields(row))]
 
 

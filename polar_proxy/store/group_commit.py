@@ -6,9 +6,9 @@ Promises:
 * A record that cannot be stored fails alone.
 * A record that was handed over is written even if its caller is cancelled (the agent may have disconnected).
 * If the connection breaks during a commit, the database is asked whether the commit happened, so that no stored call is
-  reported as lost and none is written twice. If it cannot be asked, the error is a StoreUncertainError.
+  reported as lost and none is written twice. If the database cannot be asked, the error is a StoreUncertainError.
 * While the database server is unreachable, a commit fails after a few seconds.
-* Other calls do not wait while the rows of a large call are made, only while these rows are written.
+* Other calls do not wait while the rows of a large call are made. They wait only while these rows are written.
 """
 
 from __future__ import annotations
@@ -178,11 +178,11 @@ class GroupCommit:
         return serialized
 
     def _settle_open_calls(self, connection: Connection, call_ids: set[str]) -> None:
-        """Delete the announcements of committed calls, in the transaction of the commit.
+        """Delete the announcements (rows of `open_calls`) of committed calls, in the transaction of the commit.
 
-        The end of a session removes its remaining announcements, so a committed call that has no announcement is late.
-        If its rollout has ended, a late call is excluded from the traces, and if the rollout's last attempt made it,
-        the rollout becomes incomplete.
+        The end of a session removes the session's remaining announcements, so a committed call that has no announcement
+        is late. If the rollout of a late call has ended, the call is excluded from the traces. If the call also belongs
+        to the rollout's last attempt, the rollout becomes incomplete.
         """
         deleted = delete(schema.open_calls).where(_o.call_id.in_(call_ids)).returning(_o.call_id)
         late = call_ids - set(connection.scalars(deleted))

@@ -18,10 +18,10 @@ def dumps(value: Any) -> bytes:
 
 
 def dumps_object(fields: Mapping[str, Any]) -> bytes:
-    """Return compact JSON of an object. A value may be an iterator: it is written as a list.
+    """Return compact JSON of an object. A value that is an iterator is written as a list.
 
-    Its items are encoded one at a time. So a long list is never in memory as a whole, and other threads of this process
-    run between two items.
+    The items of an iterator are encoded one at a time. So a long list is never in memory as a whole, and other threads
+    of this process run between two items.
     """
     pairs = (dumps(name) + b":" + _dumps_value(value) for name, value in fields.items())
     return b"{" + b",".join(pairs) + b"}"

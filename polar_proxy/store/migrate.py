@@ -1,6 +1,7 @@
 """Schema revisions: created by Alembic from `migrations/`, checked whenever a database is opened.
 
-Revisions are numbers of four digits, so that a newer revision is distinguished from an invalid one.
+A revision is a number of four digits. So a number above `HEAD` is a newer revision, and a text of another form is
+invalid.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ _DIGIT = re.compile(r"\d")
 class SecretForm(NamedTuple):
     """A form of secrets that is recognised in text.
 
-    The time of a search is linear in the length of the text, for any text. For this, some patterns also match text that
-    only begins like a secret, because text that was matched is not scanned a second time. Such a match is left
-    unchanged.
+    A search takes time linear in the length of the text, for any text. To ensure this, some patterns also match text
+    that only begins like a secret, because text that was matched is not scanned a second time. `replacement` leaves
+    such a match unchanged.
     """
 
     name: str
@@ -139,9 +139,11 @@ def _clean_piece(piece: str, forms: Sequence[SecretForm]) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in pieces. While a thread searches in a piece, it has the GIL and holds up all other threads.
+    """Yield the text in pieces. A thread holds the GIL while it searches in one piece, and other threads run between
+    two pieces.
 
-    A piece ends before white space. Only a word of more than 65,536 characters is cut, and perhaps a key with it.
+    A piece ends before white space. Only a word of more than 65,536 characters is cut. A key at the cut may not be
+    recognised.
     """
     start = 0
     while len(text) - start > 2 * _PIECE:
@@ -181,7 +183,8 @@ def bytes_without_secrets(content: bytes) -> bytes:
 
 
 def log_without_secrets(content: bytes) -> bytes:
-    """Return the bytes of a text without secrets, in the same encoding, which may be any that extends ASCII."""
+    """Return a text without secrets. The text is given as bytes in any encoding that extends ASCII, and returned in the
+    same encoding."""
     text = content.decode("utf-8", "surrogateescape")
     clean = without_secrets(text)
     return content if clean == text else clean.encode("utf-8", "surrogateescape")

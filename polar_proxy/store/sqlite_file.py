@@ -18,7 +18,8 @@ from polar_proxy.store.schema import VERSION_TABLE
 BUSY_MS = 30_000
 _WRITER_CACHE_KB = 32_768
 _READER_CACHE_KB = 4_096
-"""Size of the cache of each connection that reads. There are many, and the operating system caches the file as well."""
+"""Size of the cache of each connection that reads. The cache is small, because there are many such connections and the
+operating system caches the file as well."""
 _PROBE_SECONDS = 1.2
 PROBE = f"UPDATE {VERSION_TABLE} SET version_num = version_num"
 _RESERVE_BYTES = 1 << 20
@@ -34,7 +35,7 @@ class RollbackOnClose(sqlite3.Connection):
     SQLite keeps a closed connection, with its transaction and its locks, as long as one of its statements is
     referenced, and the traceback of a cancelled task references one until the garbage collector runs.
 
-    It may be closed more than once, like any SQLite connection, because a cancelled close is repeated.
+    Like any SQLite connection, this one may be closed more than once, because a cancelled close is repeated.
     """
 
     _closed = False
@@ -113,8 +114,8 @@ def name_lock_holder(path: Path) -> str:
 def write_lock_holders(path: Path) -> list[int]:
     """Return the pids that hold the write lock of a database in WAL mode; empty on systems that do not report them.
 
-    The list comes from /proc/locks. Asking the file (F_GETLK) would need a descriptor, and closing that would release
-    all locks of this process on the file.
+    The list comes from /proc/locks. Asking the file (F_GETLK) would need a descriptor of the file, and closing this
+    descriptor would release all locks of this process on the file.
     """
     try:
         inode = os.stat(f"{path}-shm").st_ino

@@ -72,7 +72,7 @@ def test_refuses_another_kind() -> None:
 
 @pytest.mark.parametrize("cell", [b"", b"\x01", codec.pack_ids(np.arange(2, dtype=np.int32) + 70_000)[:-1]])
 def test_refuses_truncated_cells(cell: bytes) -> None:
-    with pytest.raises(StoreError):
+    with pytest.raises(StoreError, match="the database is damaged"):
         codec.unpack_ids(cell)
 
 

@@ -134,7 +134,7 @@ def unpacked_size(cell: bytes) -> int | None:
     None for a deflated cell, whose header has no size; it unpacks to at most `MAX_DEFLATE_LENGTH` bytes. Raises
     StoreError for a zstd frame without a size, or with a larger one than Polar writes."""
     if len(cell) < 2:
-        raise StoreError("A stored value has no content: the database is damaged")
+        raise StoreError("A stored value is shorter than its header: the database is damaged")
     if cell[1] & DEFLATE:
         return None
     return _frame_size(cell[2:]) if cell[1] & ZSTD else len(cell) - 2
@@ -182,7 +182,7 @@ def low_bytes(ids: TokenIds, width: int) -> bytes:
 
 
 def ids_from_bytes(body: bytes | bytearray, width: int) -> TokenIds:
-    """Return int32 [n] of little-endian numbers with `width` bytes each."""
+    """Convert little-endian numbers of `width` bytes each to ids, int32 [n]."""
     if width != 3:
         return np.frombuffer(body, {1: "<u1", 2: "<u2", 4: "<i4"}[width]).astype(np.int32)
     numbers = np.zeros((len(body) // 3, 4), np.uint8)

@@ -29,10 +29,11 @@ from polar_proxy.types import TokenIds
 NodeKind = Literal["message", "tools", "tokens"]
 
 MIN_SEGMENT = 32
-"""Turns of fewer tokens are joined with the next one, because a separate row would cost more bytes than sharing it
-saves."""
+"""Minimum number of tokens in a segment, except the last one. A shorter turn is joined with the next turn, because a
+separate row would cost more bytes than sharing it saves."""
 _MAX_SEGMENT = 1024
-"""Turns of more tokens become several segments, so that a long system prompt without an end of turn is shared too."""
+"""Maximum number of tokens in a segment. A longer turn becomes several segments, so that a long system prompt without
+an end of turn is shared too."""
 _PLAIN_SEGMENT = 256
 """Number of tokens in a segment if the engine's end-of-turn tokens are not known."""
 _NODE_BYTES = 300
@@ -89,8 +90,8 @@ def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | No
 def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: ChainNode | None = None) -> list[ChainNode]:
     """Return the nodes of a prompt (int32 [n]), root first; none for an empty prompt.
 
-    `after`: the node at which the first `after.chain_length` ids of the prompt end, at a cut of `cut_segments`. Only
-    the nodes that follow it are returned.
+    `after`: a node of the prompt's chain that ends at a cut of `cut_segments`. The chain up to this node is the first
+    `after.chain_length` ids of the prompt. Only the nodes that follow `after` are returned.
     """
     little = np.ascontiguousarray(ids, dtype="<i4")
     raw = little.data.cast("B")
@@ -162,7 +163,7 @@ class RequestChains:
     def extend_prompt(self, prompt: TokenIds, end_of_turn: tuple[int, ...]) -> tuple[list[ChainNode], ChainNode | None]:
         """Return the nodes that a later prompt adds to this request's chain, and the node that they follow.
 
-        If the later prompt does not continue `self.prompt`, return the nodes of its whole chain, and None.
+        If the later prompt does not continue `self.prompt`, return all nodes of the later prompt, and None.
         """
         size = self.prompt.size
         continues = (

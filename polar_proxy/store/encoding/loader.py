@@ -29,8 +29,9 @@ _COPIED = tuple(name for name in SAME_COLUMNS if name not in _TEXT)
 
 OF_SESSION = _c.session_id == bindparam("session")
 OF_SESSIONS = _c.session_id.in_(bindparam("sessions", expanding=True))
-"""A condition for `fetch`, as `OF_SESSION` is. Both are constants, so that `fetch` builds the statements for each of
-them only once (`_statements`)."""
+"""Conditions for `fetch`. `OF_SESSION` selects the calls of one session (bound parameter `session`), `OF_SESSIONS` the
+calls of several sessions (bound parameter `sessions`). Both are constants, so that `fetch` builds the statements for
+each of them only once (`_statements`)."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ def fetch(
     *,
     text: bool = True,
 ) -> CallLoader:
-    """Read all rows of the calls that meet `where` (a condition on `calls`) with five statements. Each shared node is
-    read once.
+    """Read all rows of the calls that meet `where`, a condition on `calls`. This takes five statements, which read each
+    shared node once.
 
     `values`: the values of the bound parameters in `where`. Without `text` the records have tokens, but no messages,
     tools or fingerprint, and their answers are empty.

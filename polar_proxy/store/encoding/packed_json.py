@@ -48,10 +48,12 @@ def unpack_small_json(cell: bytes) -> bytes:
 
 
 def read_header(cell: bytes, kind: int) -> tuple[int, bytes]:
-    """Return a cell's width and body. Raises StoreError if it is of another kind than `kind`, or of another version."""
-    if len(cell) < 2 or cell[0] != VERSION:
-        found = f"version {cell[0]}" if cell else "no content"
-        raise StoreError(f"A stored value has {found}; this Polar reads version {VERSION}: update Polar")
+    """Return a cell's width and body. Raises StoreError for a cell that is damaged, of another kind than `kind`, or of
+    another version."""
+    if cell and cell[0] != VERSION:
+        raise StoreError(f"A stored value has version {cell[0]}; this Polar reads version {VERSION}: update Polar")
+    if len(cell) < 2:
+        raise StoreError("A stored value is shorter than its header: the database is damaged")
     flags = cell[1]
     width = flags >> 3 & 7
     if flags & 7 != kind or not 1 <= width <= 4 or flags & (ZSTD | DEFLATE) == ZSTD | DEFLATE:

@@ -347,8 +347,7 @@ def _chains_of(
 
 
 def _clean_hooks(hooks: Json) -> Json:
-    """Return the changes by hooks with secrets removed, except from messages, which are stored unchanged in all
-    records."""
+    """Remove secrets from the changes that hooks made to a request. Messages stay unchanged, as in all records."""
     request = hooks.get("request", {})
     texts = {name: request[name] for name in ("messages",) if name in request}
     others = {name: value for name, value in request.items() if name not in texts}
@@ -362,4 +361,4 @@ def _setting_row(value: Json) -> tuple[bytes, TableRow]:
 
 def _require_array(array: object, dtype: type[np.generic], name: str) -> None:
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-        raise StoreError(f"{name} must be a {dtype.__name__} array of one dimension")
+        raise StoreError(f"{name} must be a one-dimensional array of {dtype.__name__}")

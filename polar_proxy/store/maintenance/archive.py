@@ -82,8 +82,9 @@ class ArchiveRepository(Repository):
     ) -> ArchiveCounts:
         """Import a whole archive in one transaction (see `archive_import`), or nothing if it raises StoreError.
 
-        `models`: for some JSON columns, a function that checks a value. The caller gives them, because the store cannot
-        import the models of these values."""
+        `models`: functions that check the values of some JSON columns. The caller gives these functions, because the
+        store cannot import the models of the values.
+        """
         return await import_archive(
             self._database, self._artifacts, file, max_bytes=max_bytes, progress=progress, models=models
         )
@@ -134,7 +135,7 @@ async def _selection(source: AsyncConnection, where: str | None, sessions: Seque
     traces = select(t["traces"].c.trace_id).where(t["traces"].c.session_id.in_(session_ids))
 
     def used(*columns: ColumnElement[Any]) -> Any:
-        """Select the ids or hashes to which these columns of the selected calls and rescores refer."""
+        """Select the keys (ids or hashes) in these columns of the selected calls and rescores."""
         parts = [select(column.label("key")).where(column.table.c.call_id.in_(calls)) for column in columns]
         return parts[0].union(*parts[1:])
 

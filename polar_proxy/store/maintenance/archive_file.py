@@ -1,7 +1,7 @@
-"""Unpacks archives, which may come from anyone, piece by piece and within bounds.
+"""Unpacks archives piece by piece and within bounds, because they may come from anyone.
 
 An archive has `polar.db`, the artifacts under their hashes, and nothing else. It unpacks to at most `_RATIO` times its
-own size and some slack: honest archives stay far below, because their database is compressed already.
+own size and some slack. Honest archives stay far below this limit, because their database is compressed already.
 """
 
 from __future__ import annotations

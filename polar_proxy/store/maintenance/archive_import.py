@@ -4,7 +4,8 @@ Promises:
 
 * An archive is imported completely, in one transaction, or not at all. Importing it again changes nothing.
 * What is stored does not change. Nothing is imported if a row of the archive differs from the stored row with the same
-  key, or if it would be added to a stored session, rollout or training run, or to a group of this database's own jobs.
+  key, or if a new row would belong to a stored session, rollout or training run, or to a group of this database's own
+  jobs.
 * Nothing that was imported can be run, opened or delivered. Rollouts that had not ended arrive as cancelled; keys,
   claims and deliveries are left out; groups that hold overflow for later become ordinary groups; jobs, leases and
   callbacks are not read at all.
@@ -211,9 +212,7 @@ class _Transfer:
             for row in new:
                 if row[column] is not None and row[column] not in self._new[owner]:
                     values = tuple(row[c.name] for c in table.primary_key.columns)
-                    raise _conflict(
-                        table, values, f"would be added to {row[column]}, which is stored already without it"
-                    )
+                    raise _conflict(table, values, f"would be added to {row[column]}, which is stored already")
         if table.name == "rollouts" and new:
             g = schema.groups.c
             ids = {row["group_id"] for row in new}
@@ -244,7 +243,11 @@ class _Transfer:
                     )
 
     async def _copy_events(self) -> None:
-        """Import the events of each new rollout. Every database assigns its own event numbers."""
+        """Import the events that are not stored yet. Raises StoreError if one of them belongs to a rollout that was
+        stored before the import.
+
+        Events are compared without their numbers, because every database assigns its own.
+        """
         e = schema.rollout_events.c
         for rollout_id in list(await self._rows.scalars(select(e.rollout_id).distinct().order_by(e.rollout_id))):
             query = select(e.at, e.kind, e.data).where(e.rollout_id == rollout_id).order_by(e.event_id)

@@ -278,7 +278,8 @@ class UnpackedBytes:
             width = cells.width(row["data"]) if kind == "ids" else 1
             if size is not None and size != row["length"] * width:
                 raise ForgedRowError(
-                    f"Nothing was imported: the node {row['node_id'].hex()} has content of another length than recorded"
+                    f"Nothing was imported: the node {row['node_id'].hex()} has content of another length than its row "
+                    "states"
                 )
             self._add(row["length"] * (4 if kind == "ids" else 1))
         elif table in ("completions", "rescores"):
@@ -326,8 +327,8 @@ def _check_chains(target: sqlite3.Connection) -> None:
 
 
 def _check_sizes(target: sqlite3.Connection, unpacked_limit: int) -> None:
-    """Refuse chains that would need far more memory when they are read than the archive contains: many branches of a
-    long chain, or many calls that each have a long conversation."""
+    """Raise ForgedRowError for chains that would need far more memory when they are read than the archive has bytes:
+    many branches of a long chain, or many calls that each have a long conversation."""
     branches = """
         SELECT COALESCE(SUM((children - 1) * chain_length), 0) FROM nodes JOIN (
             SELECT parent_id AS parent, COUNT(*) AS children FROM nodes WHERE parent_id IS NOT NULL GROUP BY parent_id
@@ -338,5 +339,6 @@ def _check_sizes(target: sqlite3.Connection, unpacked_limit: int) -> None:
         (found,) = target.execute(query).fetchone()
         if found > limit:
             raise ForgedRowError(
-                f"Nothing was imported: the {what} in the archive are too large for an archive of this size ({found})"
+                f"Nothing was imported: the {what} in the archive would need too much memory for an archive of this "
+                f"size ({found})"
             )

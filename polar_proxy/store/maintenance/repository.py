@@ -197,8 +197,8 @@ class MaintenanceRepository(Repository):
         return len(old)
 
     def _old_files(self, hashes: Collection[str]) -> list[Path]:
-        """Return the files of these artifacts that may be deleted. Young files may not: their rows may be about to be
-        stored."""
+        """Return the files of these artifacts. Leave out young files, because the rows of their artifacts may be about
+        to be stored."""
         old: list[Path] = []
         for path in (artifact_path(self._artifacts, sha256) for sha256 in hashes):
             with suppress(FileNotFoundError):

@@ -49,8 +49,8 @@ async def verify(database: Database, artifacts: Path, progress: ProgressCallback
 
     The check covers the hashes of chains, settings and engines, the references and counts of calls, traces and
     sessions, the packed cells (each one is unpacked), and the artifacts on disk. Nothing is written. All rows are read
-    from one snapshot, so that rows which another process writes or deletes meanwhile do not count as faults. The file
-    of a pruned artifact may be missing.
+    from one snapshot, so that rows which another process writes or deletes meanwhile do not count as faults. But if
+    another process prunes an artifact meanwhile, the missing file counts as a fault.
     """
     seen: set[bytes] = set()
     async with database.reading() as connection:
@@ -148,7 +148,8 @@ class _CallVerifier:
     def check_chains(self, heads: Sequence[tuple[bytes, NodeKind]], seen: set[bytes]) -> Iterator[IntegrityFault]:
         """Yield a fault for each node of these chains whose id or lengths do not match its content.
 
-        Nodes in `seen` are not checked again; the checked ones are added to it. `heads`: the last node of each chain.
+        `heads`: the last node of each chain. `seen`: nodes that were checked before and are not checked again. The
+        nodes that this call checks are added to `seen`.
         """
         for head, kind in heads:
             try:
@@ -169,7 +170,10 @@ class _CallVerifier:
         length = len(content) // 4 if kind == "tokens" else len(content)
         before = 0 if row.parent_id is None else self._loader.node(row.parent_id).chain_length
         if (row.length, row.chain_length) != (length, before + length):
-            return f"its row counts length {row.length} (chain {row.chain_length}), found {length} ({before + length})"
+            return (
+                f"its row states length {row.length} and chain length {row.chain_length}, "
+                f"but found are {length} and {before + length}"
+            )
         return None
 
 

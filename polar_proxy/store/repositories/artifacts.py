@@ -48,7 +48,7 @@ class ArtifactRow:
     bytes: int
     created_at: float
     path: Path
-    """The file with its content on this machine."""
+    """The file on this machine that holds the artifact's content."""
 
 
 class RewardRepository(Repository):
@@ -67,8 +67,9 @@ class RewardRepository(Repository):
     ) -> str:
         """Store a reward of the rollout or session, of one of its traces or of one of its calls. Return its id.
 
-        All rewards are kept. The newest reward of a rollout or session is also in its row and in the rows of its
-        traces, except traces that were given a reward themselves. `value` None: the evaluator returned no value.
+        All rewards are kept. The newest reward of a trace is also in the trace's row. The newest reward of a rollout or
+        session is also in its own row and in the rows of its traces, except traces that were given a reward themselves.
+        `value` None: the evaluator returned no value.
         """
         if (rollout_id is None) == (session_id is None):
             raise UsageError("Give either rollout_id or session_id.")

@@ -154,8 +154,8 @@ class CallRepository(Repository):
         """Store a call, and return a future that is done when the call is committed.
 
         The future raises StoreError if the call cannot be stored. This method raises StoreError if the store is closed.
-        With `large`, the rows of the call are made in a separate thread, so that other calls need not wait for that. In
-        the record, `prompt_ids` and `token_ids` are int32, and `logprobs` float32 with one value per token.
+        With `large`, the rows of the call are made in a separate thread, and other calls do not wait meanwhile. In the
+        record, `prompt_ids` and `token_ids` are int32, and `logprobs` is float32 with one value per token.
         """
         return self._writer.add(record, large=large)
 
@@ -301,9 +301,9 @@ class OpenCallRepository(Repository):
     async def announce(
         self, gateway: str, session_id: str, call_ids: Sequence[str], seconds: float, *, max_calls: int | None = None
     ) -> AnnouncementResult:
-        """Announce the calls that `gateway` is about to answer, with a lease of `seconds`.
+        """Announce, with a lease of `seconds`, the calls that `gateway` is about to answer.
 
-        Returns `announced` once every gateway can see the announcements. Otherwise the calls must not be answered.
+        Returns `announced` once every gateway can see the announcements. Only then may the calls be answered.
         """
         self._writer.shared = True
         now = time.time()
@@ -370,8 +370,8 @@ class OpenCallRepository(Repository):
     async def sweep(self, dead: Collection[str] = ()) -> list[OpenCall]:
         """Delete and return the announcements of `dead` gateways, and those whose lease has expired.
 
-        Announcements of a rollout that still runs are kept, so that the lost calls are known when the rollout ends.
-        If their gateway is dead, their leases end now.
+        But announcements of a rollout that still runs are kept, so that the lost calls are known when the rollout ends.
+        If the gateway of a kept announcement is dead, the lease of the announcement ends now.
         """
         now = time.time()
         still_runs = select(_r.rollout_id).where(_r.session_id == _o.session_id, ~schema.rollout_is_final).exists()

@@ -49,7 +49,8 @@ class ChangeRepository(Repository):
     """States of records. They are read from the database, because several processes may write to it."""
 
     async def state(self, followed: Followed, record_id: str) -> int:
-        """Return the state of a record, or of the lists. It can be compared within this process only."""
+        """Return the state of a record, or of the lists. States that different processes returned cannot be
+        compared."""
 
         def read(connection: Connection) -> int:
             rows = [connection.execute(query, {"record_id": record_id}).all() for query in _QUERIES[followed]]

@@ -149,8 +149,8 @@ class ConversationRepository(Repository):
         return found[0] if found else None
 
     async def page(self, conversation_id: str, limit: int, order: Order, after: str | None) -> ItemPage | None:
-        """Return up to `limit` items, beginning after the item with the id `after` if it is given. Return None if there
-        is no such item."""
+        """Return up to `limit` items: the first ones or, if `after` is given, those that follow the item with this id.
+        Return None if no item has this id."""
         query = _items.where(_i.conversation_id == conversation_id)
         query = query.order_by(_i.position.asc() if order == "asc" else _i.position.desc())
         if after is not None:

@@ -1,11 +1,11 @@
-"""Marks of sessions that lost a call while the database could not be written. A file keeps them until the database has
-them.
+"""Marks of sessions that lost a call while the database could not be written. A file keeps the marks until the database
+has them.
 
 Promises:
 
 * A mark survives `kill -9` of its process. (It does not wait for the disk, so it may not survive a loss of power.)
 * A mark needs no free space on the disk: each process reserves its file when it starts.
-* The next process that opens the database first writes the marks of dead processes into it.
+* A process that opens the database begins by writing the marks of dead processes into the database.
 
 A living process holds a lock on its file. Processes on other machines see a mark once the database has it.
 """
@@ -32,8 +32,8 @@ disk."""
 class OutageMark:
     """A session that lost a call.
 
-    `key_hash`: the hash of the session's key, if the session itself may not be stored yet. The session is then stored
-    together with its mark. None if the session is stored.
+    `key_hash`: the hash of the session's key if the session may not be stored yet; None if the session is stored. A
+    session that is not stored yet is stored together with its mark.
     """
 
     session_id: str
@@ -88,7 +88,7 @@ class OutageMarks:
             os.pwrite(self._fd, line, self._end)
         except OSError as error:
             raise StoreError(
-                f"{self._file} cannot be written to mark that {mark.session_id} lost a call: {error.strerror}"
+                f"The mark that {mark.session_id} lost a call cannot be written into {self._file}: {error.strerror}"
             ) from error
         self._end += len(line)
         self._marked.add(mark)

@@ -169,7 +169,7 @@ def _load(rows: Sequence[Any], loader: CallLoader) -> list[Rescore]:
 
 
 def _serialize(rescores: Sequence[Rescore]) -> tuple[RowBatch, list[TableRow]]:
-    """Return the rows of engines and nodes, and those of the rescores."""
+    """Return the rows of the engines and nodes that the rescores refer to, and the rows of the rescores themselves."""
     codec, now = CellCodec(), time.time()
     shared = RowBatch()
     rows: list[TableRow] = []

@@ -346,7 +346,8 @@ class RolloutRepository(Repository):
 _LISTED_VALUES = 8
 _rollouts_with_sessions = schema.rollouts.outerjoin(schema.sessions, _s.session_id == _r.session_id)
 _lock_rollout = select(_r.rollout_id, _r.status, _r.attempt, _r.claimed_by, _r.started_at).with_for_update()
-"""FOR UPDATE matters on PostgreSQL. On SQLite the transaction already holds the write lock."""
+"""Query that reads a rollout's status and claim, and locks its row. FOR UPDATE matters on PostgreSQL. On SQLite the
+transaction already holds the write lock."""
 
 
 def _select_rollouts(builder: str) -> Select[Any]:

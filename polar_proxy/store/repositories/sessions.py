@@ -208,14 +208,18 @@ class SessionRepository(Repository):
         return await self._row(SessionSummary, _select_summaries.where(_s.session_id == session_id))
 
     async def ids_of_rollout(self, rollout_id: str, *, closed: bool = False) -> list[str]:
-        """Return the ids of the sessions of all attempts at a rollout, oldest first. `closed`: only of closed ones."""
+        """Return the ids of the sessions of all attempts at a rollout, oldest first.
+
+        `closed`: leave out sessions that are still open.
+        """
         query = select(_s.session_id).where(_s.rollout_id == rollout_id).order_by(_s.session_id)
         return await self._scalars(query.where(_s.closed_at.is_not(None)) if closed else query)
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeyRow:
-    """`name`: the first twelve hexadecimal digits of the key's hash, by which the key is listed and revoked."""
+    """A key of the HTTP API. `name`: the first twelve hexadecimal digits of the key's hash, by which the key is listed
+    and revoked."""
 
     name: str
     role: ApiRole

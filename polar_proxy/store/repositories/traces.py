@@ -185,7 +185,8 @@ class TraceRepository(Repository):
         return await self._rows(TraceSummary, query)
 
     async def of_group(self, group_id: str, *, builder: str = "merged") -> dict[str, list[TraceSummary]]:
-        """Return rollout id -> the traces of each rollout of a group, in the builder's order, without their tokens."""
+        """Return rollout id -> traces, for the rollouts of a group that have traces. The traces are in the builder's
+        order and have no tokens."""
         members = select(schema.rollouts.c.rollout_id).where(schema.rollouts.c.group_id == group_id)
         query = _select_summaries.where(_t.rollout_id.in_(members), _t.builder == builder)
         found: dict[str, list[TraceSummary]] = defaultdict(list)
@@ -235,7 +236,7 @@ def _read_exclusions(connection: Connection, session_id: str, builder: str) -> d
 
 
 def _trace_rows(connection: Connection, where: ColumnElement[bool]) -> tuple[Sequence[Any], dict[str, list[Span]]]:
-    """Return the rows of `traces` that meet `where`, in the builder's order, and trace id -> spans."""
+    """Return the rows of `traces` that meet `where`, in the builder's order. Also return trace id -> spans."""
     query = select(schema.traces).where(where).order_by(_t.session_id, _t.trace_index)
     rows = connection.execute(query).all()
     spans: dict[str, list[Span]] = defaultdict(list)

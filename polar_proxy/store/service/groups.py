@@ -26,8 +26,8 @@ from polar_proxy.store.service.queue import cancel_rollouts, not_ending
 from polar_proxy.types import Json, new_id
 
 KEEP_OVERFLOW = {"overflow": "keep"}
-"""An entry in a group's configuration. The overflow of such a group is carried over, and the group accepts overflow of
-other groups."""
+"""An entry in a group's configuration. The overflow of a group with this entry is carried over, and the group accepts
+overflow of other groups."""
 HOLDING_FOR = "holding_for"
 """Key in the configuration of a holding group. The value is the id of the group from which its rollouts come."""
 

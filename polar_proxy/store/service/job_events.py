@@ -116,7 +116,8 @@ class JobEventRepository(Repository):
     async def _position(self, pick: Callable[..., Any], job_id: str | None) -> EventCursor:
         """Return the numbers of the first (`pick` = min) or last (max) rollout event and job event, as a cursor.
 
-        Only events of this job count, or of all jobs if `job_id` is None. A number is 0 if there is no such event.
+        Only the events of this job count; if `job_id` is None, the events of all jobs. A number is 0 if there is no
+        such event.
         """
         stage, job = select(pick(_e.event_id)), select(pick(_je.job_event_id))
         if job_id is not None:
@@ -143,9 +144,10 @@ class JobEventRepository(Repository):
     async def read(
         self, after: EventCursor, *, job_id: str | None = None, limit: int = 500
     ) -> tuple[list[JobEventRow], EventCursor]:
-        """Return events after a cursor (of one job, or of all jobs), and the position up to which events were read.
+        """Return the events of one job, or of all jobs, after a cursor. Also return the position up to which events
+        were read.
 
-        If that position equals `after`, there are no more events for now.
+        If this position equals `after`, there are no more events for now.
         """
         rollout_query = (
             select(_e.event_id, _e.at, _e.rollout_id, _e.kind, _e.data, _r.job_id, _r.group_id)

@@ -135,7 +135,8 @@ class QueueRepository(Repository):
         return await self._reclaim(and_(_r.lease_expires_at < time.time(), _within(job_id)), attempts)
 
     async def workers(self) -> set[str]:
-        """Return the workers that have claimed rollouts. Jobs that a process runs for itself are left out."""
+        """Return the workers that have claimed rollouts. Processes that run a job for themselves (`polar run`) are left
+        out."""
         query = select(_r.claimed_by).where(_r.claimed_by.is_not(None), ~_final, _within(None)).distinct()
         return set(await self._scalars(query))
 
@@ -216,8 +217,8 @@ class FleetRepository(Repository):
 
 
 def staleness_filter(connection: Connection) -> ColumnElement[bool] | None:
-    """Return a condition on rollouts that holds back groups which would be delivered too stale; None if no unfinished
-    group has a limit or the throughput of the consumers is unknown.
+    """Return a condition on rollouts that holds back groups which would be delivered too stale. The result is None if
+    the throughput of the consumers is unknown, or if no unfinished group has a limit.
 
     The feed delivers the oldest groups first. If consumers take G groups per policy version, a group with A groups for
     training before it (waiting, or started and not finished) is delivered floor(A / G) or more versions from now. If
