@@ -55,8 +55,8 @@ class Vocabulary:
 
 
 class LlamaCppClient(OpenAIClient):
-    """Connections to a llama-server. Each request has its own, because the server closes a connection without notice
-    after a stream."""
+    """A client of one llama-server. Each request opens a new connection, because the server closes a connection without
+    notice after a stream."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         super().__init__(url, api_key, keep_alive=False)

@@ -107,7 +107,7 @@ def matching_reasoning_mode(answers: Sequence[ForcedAnswer], *, tools: bool) -> 
         if not wrong[mode]:
             return mode, None
     nearest = min(wrong, key=lambda mode: len(wrong[mode]))
-    return None, f"Its chat route and the Hermes parser parse {wrong[nearest][0].name} differently."
+    return None, f"The server's chat route and the Hermes parser parse {wrong[nearest][0].name} differently."
 
 
 def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> ParsedAnswer:
