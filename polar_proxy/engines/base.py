@@ -98,7 +98,7 @@ class Engine(ABC):
     async def constrains(self, request: EngineRequest) -> bool:
         """Return whether the engine, not the request, constrains the answer by a grammar.
 
-        This is for requests that the engine renders; for exact prompts see `ExactPrompt.constrained`.
+        Valid only if the engine renders the request. For exact prompts, use `ExactPrompt.constrained`.
         """
         return False
 

@@ -37,7 +37,7 @@ class Vocabulary:
         """`rows`: a whole next-token distribution as llama-server reports it, one row for each token."""
         self.size = len(rows)
         self.data = {row["id"]: bytes(row["bytes"]) for row in rows if row["bytes"]}
-        """Token id -> the bytes of its text. They may be an incomplete UTF-8 character."""
+        """Token id -> the bytes of its text, which may be an incomplete UTF-8 character."""
         self._by_text: dict[bytes, list[int]] = {}
         for token_id, data in self.data.items():
             self._by_text.setdefault(data, []).append(token_id)

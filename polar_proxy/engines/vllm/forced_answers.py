@@ -62,8 +62,8 @@ class ForcedAnswer:
     they come in other chunks."""
     prompt: tuple[int, ...] = ()
     own: bool = False
-    """True for an answer with a tool call in the template's format, or in the format that the server's own grammar for
-    tool calls forced instead."""
+    """True if a tool call in the template's format was sampled, or if the chat route parsed a tool call. (A grammar of
+    the server's own may force calls in another format.)"""
     cut: bool = False
     """True if `max_tokens` cut the answer. The chat route parses a cut tool call in one way in a stream and in another
     in a whole answer."""
