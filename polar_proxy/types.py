@@ -95,8 +95,8 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     cache_control: tuple[tuple[int, Json], ...] = field(default=(), compare=False, repr=False)
-    """(index of a content part, the client's mark to cache the prompt up to it). Only Anthropic's API reads such marks.
-    """
+    """(index of a content part, the client's mark to cache the prompt up to this part). Only Anthropic's API reads such
+    marks."""
     provider_turn: ProviderTurn | None = field(default=None, compare=False, repr=False)
     """This answer as a hosted model wrote it. Not part of `to_openai`."""
 
@@ -391,9 +391,9 @@ class CallRecord:
     price_usd: float | None = None
     """Price of the call in US dollars by the price file (`prices.py`); None if unknown."""
     rule: str | None = None
-    """Name of the rule that decided the edge; None for a root to which no rule applies."""
+    """Name of the rule that decided `edge`; None if the edge is `root` because no rule applied."""
     ambiguous: bool = False
-    """True if another edge or parent was possible as well (see `sessions/lineage_reasons.py`)."""
+    """True if another `edge` or `parent_call_id` was possible as well (see `sessions/lineage_reasons.py`)."""
     thread: str | None = None
     """The thread of the conversation: the harness's own id for it, else the call that began it."""
     fingerprint: Json | None = None
@@ -402,13 +402,13 @@ class CallRecord:
     prompt_reason: str | None = None
     """Why the prompt was not continued from the base's tokens (`sessions/continuation.py` lists the reasons)."""
     base_call_id: str | None = None
-    """The base: the call whose messages and answer mean the same as this call's first messages. Set in both modes."""
+    """The base: a call whose messages and answer mean the same as this call's first messages, in any `prompt_mode`."""
     base_choice: int | None = None
     provider_conversation: str | None = None
     response_id: str | None = None
     response_items: Json | None = None
-    """Item id of a passed-through response -> kind and number in this record ("fc_0": the first tool call). Later
-    requests may name such an id, `response_id` or `provider_conversation`; only the conversation is read back."""
+    """Item id of a passed-through response -> kind and number in this record ("fc_0": the first tool call). This field
+    and `response_id` are None in a record that is read back: the store finds a call by these ids instead."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call is kept, and still trained on."""
     engine_name: str | None = None

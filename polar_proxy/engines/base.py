@@ -64,7 +64,11 @@ class Engine(ABC):
     @property
     def continue_problem(self) -> str | None:
         """The reason why this engine cannot sample conversations from exact ids, with the remedy; None if it can."""
-        return None if "continue" in self.info.capabilities else f"{self.info.engine} cannot sample chats from ids."
+        return (
+            None
+            if "continue" in self.info.capabilities
+            else f"The engine {self.info.engine} cannot sample a conversation from exact ids."
+        )
 
     @abstractmethod
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
@@ -85,13 +89,16 @@ class Engine(ABC):
         return ExactPrompt(token_ids)
 
     def not_carried(self, request: EngineRequest) -> tuple[str, ...]:
-        """Return the names of the options that are not sent to the provider. The call's record lists these names."""
+        """Return the names of the request's options that the engine does not send to its provider.
+
+        The call's record lists these names.
+        """
         return ()
 
     async def constrains(self, request: EngineRequest) -> bool:
         """Return whether the engine, not the request, constrains the answer by a grammar.
 
-        This is for requests that the engine renders; for exact prompts see `ExactPrompt.constrained`.
+        Valid only if the engine renders the request. For exact prompts, use `ExactPrompt.constrained`.
         """
         return False
 
@@ -120,8 +127,8 @@ class Engine(ABC):
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
         """Return whether the engine's rendering of a request ends with the token ids `end`.
 
-        An engine behind a server may render in this process, if earlier comparisons showed that the server renders the
-        same. Such an engine may skip this comparison for most requests.
+        An engine behind a server may render in this process, if its renderings were compared with the server's and
+        found equal. For most requests, such an engine may return the result of an earlier comparison.
         """
         return (await self.render(request))[-len(end) :] == list(end)
 

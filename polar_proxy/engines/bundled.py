@@ -38,8 +38,8 @@ class OtherAgentWarning:
         if not self._warned and not _may_be_mini_swe_agent(call):
             self._warned = True
             text = (
-                "session %s is not mini-swe-agent's: its answers are meaningless and cut, or refused because of "
-                "max_tokens. %s"
+                "session %s is not mini-swe-agent's: the answers of polar-tiny are meaningless for it. They are cut, "
+                "or its requests are refused because of max_tokens. %s"
             )
             log.warning(text, call.session_id, ABILITY)
 

@@ -29,7 +29,7 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """The block `{% generation %}`, which marks what a model writes. Only its content is rendered."""
+    """The block `{% generation %}`, which marks what a model writes. Its content is rendered, without the tags."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -190,7 +190,7 @@ def _after_billing_line(text: Any) -> Any:
 
 
 def _arguments(text: str) -> Any:
-    """Parse a tool call's arguments. Return text that is not JSON unchanged, because a model may sample such text."""
+    """Parse a tool call's arguments. If they are not JSON, return the text itself: a model may sample any text."""
     try:
         return json.loads(text.strip() or "{}")
     except json.JSONDecodeError:

@@ -17,7 +17,10 @@ POLAR_TINY = Path(__file__).resolve().parent.parent / "assets" / "polar_tiny"
 
 
 def make_engine(settings: EngineSettings) -> Engine:
-    """Return the engine, not yet entered. Raises UsageError if there is none, or if it lacks a setting or package."""
+    """Return the engine, not yet entered.
+
+    Raises UsageError if no engine has this name, or if a setting, model or package that it needs is missing or wrong.
+    """
     if settings.kind == "local":
         return _local(settings)
     if settings.kind == "vllm":
@@ -71,7 +74,7 @@ def _hosted(settings: EngineSettings) -> Engine:
 async def open_engines(settings: Mapping[str, EngineSettings]) -> AsyncIterator[dict[str, Engine]]:
     """Enter the engines of the settings [engines]. Yields a mapping from name to engine.
 
-    Raises UsageError, with the name of the engine at fault.
+    If an engine cannot be made or entered, raises UsageError with the engine's name and the reason.
     """
     async with contextlib.AsyncExitStack() as stack:
         opened: dict[str, Engine] = {}

@@ -167,7 +167,7 @@ class HermesParser:
             self._blank += text
 
     def _release(self, tags: tuple[str, ...], final: bool) -> str:
-        """Remove the buffered text and return it. Unless `final`, leave an end that may be the start of a tag."""
+        """Remove the buffered text and return it. Unless `final`, keep the last characters that may begin a tag."""
         cut = len(self._buffer) if final else possible_start(self._buffer, tags)
         text, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return text
@@ -184,7 +184,7 @@ def reasoning_kind(template: str | None, prompt: str) -> Reasoning:
 
 
 def possible_start(text: str, words: Sequence[str]) -> int:
-    """Return the position in `text` where the longest suffix begins that is a proper prefix of one of `words`.
+    """Return the start of the longest suffix of `text` that is a proper prefix of one of `words`.
 
     Returns len(text) if there is no such suffix.
     """

@@ -87,9 +87,9 @@ class HttpResponse:
     # Called by the connection
 
     def arrived(self, size: int) -> None:
-        """Wake the reader of the body after `size` bytes were read from the socket.
+        """Wake the reader of the body, because `size` more bytes have arrived from the socket.
 
-        Pause the connection while more than `_HIGH_WATER` bytes wait to be read.
+        If more than `_HIGH_WATER` bytes are now unread, pause reading from the socket.
         """
         if self.pieces and not self._ended:
             self._arrived.set()
@@ -272,7 +272,7 @@ class HttpClient:
         self._idle.clear()
 
     def retire(self) -> None:
-        """Keep no more idle connections. Requests that were already sent still get their responses."""
+        """Close all idle connections, and from now on close each busy one after its response."""
         self._retired = True
         while self._idle:
             self._idle.pop().drop()

@@ -92,7 +92,7 @@ class LocalRenderer(Generic[Rendering]):
             if made == wanted and renderer._rendered(requests[-1], generation=False) == closed:
                 return renderer
         log.info(
-            "the server renders conversations differently from its model's template, so it is asked for each rendering"
+            "the server renders conversations differently from its model's template, so the server renders all of them"
         )
         return None
 
@@ -136,7 +136,8 @@ class LocalRenderer(Generic[Rendering]):
         same = wanted == await self._thread.run(True, self._rendered, request)
         if not same:
             log.warning(
-                "this process and the server render a conversation differently, so the server renders from now on"
+                "this process and the server render a conversation differently, so from now on the server renders "
+                "conversations with the same tools and template options"
             )
         if len(self._proved) >= _KEPT_PROOFS:
             self._proved.clear()

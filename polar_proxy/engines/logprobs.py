@@ -9,8 +9,8 @@ from polar_proxy.engines.openai_stream import MISSING_BELOW
 from polar_proxy.types import LogprobMode
 
 ALTERNATIVES = 20
-"""Number of the most likely tokens that a server returns for each position of a prompt, unless it was started with
-another limit."""
+"""Number of the most likely tokens whose log-probabilities are requested for each position. By default, vLLM refuses a
+larger number (`--max-logprobs`)."""
 _LARGEST_VOCABULARY = 1 << 20
 _UNCERTAINTY = 1e-3
 """Greatest distance, in nats, between the bounds of a log-probability that `at_temperature` returns."""

@@ -8,7 +8,7 @@ from polar_proxy.engines.hermes import possible_start
 
 
 class StopStrings:
-    """Cuts a text before its first stop string, which is then in `stopped_at`."""
+    """Cuts a text before its first stop string. `stopped_at` is this stop string, or None before it is found."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(filter(None, strings))
@@ -16,8 +16,11 @@ class StopStrings:
         self.stopped_at: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return the text before the first stop string. If there is none yet, return all text except an end that may be
-        the beginning of a stop string."""
+        """Return the text that can be shown now, including text that earlier calls held back.
+
+        If a stop string is found, only the text before it is returned. If not, the last characters are held back if
+        they may begin a stop string.
+        """
         text = self._held + text
         found = [(place, string) for string in self._strings if (place := text.find(string)) >= 0]
         if found:

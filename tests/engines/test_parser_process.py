@@ -99,7 +99,7 @@ async def test_conversations_are_rendered_or_refused(process: ParserProcess) -> 
 async def test_the_number_of_open_answers_is_limited(process: ParserProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser_process, "_MAX_ANSWERS", 2)
     streams = [await process.open((None, None), {}, [1]) for _ in range(2)]
-    with pytest.raises(EngineError, match="already reads 2 answers"):
+    with pytest.raises(EngineError, match="already parses 2 answers"):
         await process.open((None, None), {}, [1])
     streams[0].close()
     await process.open((None, None), {}, [1])

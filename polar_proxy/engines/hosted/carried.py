@@ -1,9 +1,10 @@
-"""Tables of the fields of a client's request that are passed to each hosted provider.
+"""Tables that say which fields of a client's request are passed to which hosted provider.
 
 A client's body has three kinds of fields. The conversation, its tools and its sampling are in `ChatRequest`, and each
 engine writes them in its provider's format. Reasoning options are translated (`ClientOptions`). All other fields
 (`ClientOptions.fields`) steer a provider's own service: they are passed on if client and provider use the same API
-(`PASSED`). Fields that are neither carried nor refused are named by `not_carried`, and recorded with the call.
+(`PASSED`). If a field reaches the provider in none of these ways, the request is refused (`REFUSED_SAMPLING`), or
+`not_carried` returns the field's name, which is recorded with the call.
 """
 
 from __future__ import annotations

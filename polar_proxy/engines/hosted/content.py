@@ -44,9 +44,10 @@ def split_system(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequen
 
 
 def add_to_turn(turns: list[Json], role: str, field: str, content: list[Json]) -> None:
-    """Append content to `field` of the last turn if that turn has the same role, otherwise as a new turn.
+    """Add content of a role to the turns.
 
-    Empty content is left out, because the APIs refuse empty turns.
+    If the last turn has this role, append the content to its `field`; otherwise append a new turn. Empty content is
+    left out, because the APIs refuse empty turns.
     """
     if content and turns and turns[-1]["role"] == role:
         turns[-1][field] += content

@@ -1,7 +1,7 @@
 """A request in the format of Google's GenerateContent. Source: https://ai.google.dev/api/generate-content
 
 * System messages at the beginning are `systemInstruction`. Later ones become text parts of a `user` content, because
-  the API has no system role there; `not_carried` names them.
+  the API has no system role there; `not_carried` then includes `messages.system`.
 * The result of a tool is a `functionResponse` with the text as `output`; its images follow in the same content.
 * The parts of a signed answer that the client did not change are sent with their `thoughtSignature`s. Reasoning is
   left out.

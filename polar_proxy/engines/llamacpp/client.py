@@ -37,7 +37,7 @@ class Vocabulary:
         """`rows`: a whole next-token distribution as llama-server reports it, one row for each token."""
         self.size = len(rows)
         self.data = {row["id"]: bytes(row["bytes"]) for row in rows if row["bytes"]}
-        """Token id -> the bytes of its text. They may be an incomplete UTF-8 character."""
+        """Token id -> the bytes of its text, which may be an incomplete UTF-8 character."""
         self._by_text: dict[bytes, list[int]] = {}
         for token_id, data in self.data.items():
             self._by_text.setdefault(data, []).append(token_id)
@@ -55,8 +55,8 @@ class Vocabulary:
 
 
 class LlamaCppClient(OpenAIClient):
-    """Connections to a llama-server. Each request has its own, because the server closes a connection without notice
-    after a stream."""
+    """A client of one llama-server. Each request opens a new connection, because the server closes a connection without
+    notice after a stream."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         super().__init__(url, api_key, keep_alive=False)

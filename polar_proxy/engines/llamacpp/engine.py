@@ -169,7 +169,10 @@ class LlamaCppEngine(LocallyRenderingEngine):
         if not ids:
             raise RequestError("The prompt is empty.", param="prompt")
         if len(ids) >= limit:
-            text = f"This model's maximum context length is {limit} tokens. However, your request has {len(ids)}."
+            text = (
+                f"This model's maximum context length is {limit} tokens. However, your request has {len(ids)} input "
+                "tokens."
+            )
             raise RequestError(text, param=param, code="context_length_exceeded")
 
     async def _answer(self, answer: AnswerState) -> AsyncGenerator[SampleEvent, None]:
@@ -216,7 +219,10 @@ class LlamaCppEngine(LocallyRenderingEngine):
         yield self._event(answer, tokens, chunk, full=full)
 
     def _spelling(self, answer: AnswerState, missing: int, token: StreamedToken, chunk: Json) -> list[int] | None:
-        """Return the `missing` ids before `token` that spell the chunk's text; None if they are not certain."""
+        """Return the ids of the missing tokens before `token`; None if these ids are not certain.
+
+        `missing`: the number of missing tokens. Their text and that of `token` together are the chunk's text.
+        """
         text, last = chunk["content"].encode(), self.model.vocabulary.data.get(token.token_id, b"")
         if UNKNOWN_ID in answer.ids or "\ufffd" in chunk["content"] or not text.endswith(last):
             return None  # U+FFFD stands for any bytes that are no character

@@ -29,7 +29,7 @@ from polar_proxy.sequences import common_prefix_length
 from polar_proxy.types import TokenIds
 
 MIN_REUSE = 16
-"""Common prefixes of fewer tokens are not reused, and shorter sequences are not kept."""
+"""Minimum number of tokens of a sequence that is kept, and of a common prefix that is reused."""
 _SCORED_CHUNK = 256
 _ATTENTION = "polar_by_sequence"
 
@@ -105,8 +105,8 @@ class PrefixCache:
     def keep(self, tokens: TokenIds, kv: torch.Tensor) -> None:
         """Keep a copy of a KV buffer's first positions, which belong to `tokens`.
 
-        Nothing is kept if `tokens` are fewer than MIN_REUSE or a prefix of a kept sequence, or if the copy is larger
-        than the whole cache may be.
+        Nothing is kept if there are fewer than MIN_REUSE tokens, if they are a prefix of a kept sequence, or if the
+        copy is larger than `limit_bytes`.
         """
         length = len(tokens)
         part = kv[..., :length, :]
@@ -223,7 +223,7 @@ class ModelRunner:
         return logits[:, -1]
 
     def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> Iterator[list[float]]:
-        """Yield log-probabilities of token_ids[1:] at a temperature, chunk by chunk, in a KV buffer of their own."""
+        """Yield log-probabilities of token_ids[1:] at a temperature, one list for each chunk. Uses a new KV buffer."""
         ids = list(token_ids)
         kv = self.new_kv(len(ids))
         for start in range(0, len(ids) - 1, _SCORED_CHUNK):

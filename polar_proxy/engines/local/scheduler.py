@@ -50,7 +50,7 @@ class Generation:
     max_tokens: int
     stop: tuple[str, ...]
     results: asyncio.Queue[SampleEvent | EngineError] = field(default_factory=asyncio.Queue)
-    """The answer as raw text, one event per token, or an error. Filled and read on the event loop only."""
+    """One event with raw text for each token, or an error, which ends the answer. Used on the event loop only."""
     cancelled: bool = False
     announced: bool = False
     """True if the first event, with the prompt's ids, was delivered."""

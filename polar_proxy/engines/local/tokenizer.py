@@ -78,7 +78,7 @@ class ChatTokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
 
     def stream(self, stop: Sequence[str]) -> TextStream:
-        """Return a decoder of one answer that ends at a stop string."""
+        """Return a decoder of one answer. It cuts the text before the first of the strings `stop`."""
         return TextStream(TokenDecoder(self.decode, self._hidden), stop)
 
     def reasoning(self, prompt: str) -> Reasoning:
@@ -131,7 +131,7 @@ class TextStream:
         return self._stop.stopped_at
 
     def feed(self, token_id: int) -> str:
-        """Return the text that this token adds, except for an end that may be the beginning of a stop string."""
+        """Return the text that this token adds. Its last characters are held back if they may begin a stop string."""
         return self._stop.feed(self._decoder.feed(token_id))
 
     def close(self) -> str:

@@ -35,7 +35,7 @@ def make_decoder(raw: ProviderRequest, request: EngineRequest) -> AnswerDecoder:
 
 
 def is_end(chunk: Json) -> bool:
-    """Return whether the answer is complete with this object of a stream, so that the agent may act on the answer.
+    """Return whether this object of a stream completes the answer, so that the agent may act on the answer.
 
     Further objects may follow, such as the token counts.
     """
@@ -91,8 +91,8 @@ class BodyReader:
     def _read_frames(self) -> list[Json]:
         """Return the events in the complete frames of Amazon's event stream.
 
-        A frame has lengths (of all, of its headers), a checksum, headers, a payload and a checksum. The payload of a
-        chunk holds the event in base64.
+        A frame consists of its total length, the length of its headers, a checksum of both lengths, the headers, a
+        payload, and a checksum of the whole. The payload of a chunk holds the event in base64.
         """
         found = []
         while len(self._rest) >= 12:
@@ -151,7 +151,10 @@ class ResponseDecoder:
         if response is None:
             raise EngineError(f"{self._name} broke off in the middle of its answer.")
         if response.get("status") in ("queued", "in_progress"):
-            raise EngineError(f"{self._name} answers in the background, where Polar does not see the answer.")
+            raise EngineError(
+                f"{self._name} makes the answer in the background, so Polar does not see it. To record the answer, "
+                "leave out `background`."
+            )
         # ChatGPT's backend leaves the output of the last event empty.
         items = response.get("output") or [self._items[index] for index in sorted(self._items)]
         try:

@@ -37,8 +37,8 @@ PROVIDER_HOSTS = {
     "anthropic_messages": "api.anthropic.com",
     "google_generate_content": "generativelanguage.googleapis.com",
 }
-"""dialect -> the provider's host for a request that does not name one, because the agent's base URL is Polar's own.
-A dialect that is not in this table has `OPENAI_HOST`."""
+"""dialect -> the provider's host. Used if the agent's base URL is Polar's own, so that the request names no provider. A
+dialect that is not in this table has `OPENAI_HOST`."""
 OPENAI_HOST = "api.openai.com"
 _CONTEXT_LENGTH = 200_000
 """The context length in tokens that is reported to harnesses, because the model is not known before a request."""

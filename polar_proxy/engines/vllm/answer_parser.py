@@ -1,7 +1,7 @@
-"""Parse answers that were sampled from exact ids: reasoning, text and tool calls out of `/v1/completions`.
+"""Parse answers that were sampled from exact ids: find the reasoning, text and tool calls in a raw completion.
 
-The chat route parses its answers, but completions are raw text, which Polar has to parse. For this, the engine looks
-for a parser that agrees with the server's own chat route on a set of answers (`parser_proof.py`).
+The chat route parses its answers, but `/v1/completions` returns raw text, which Polar has to parse. For this, the
+engine looks for a parser that agrees with the server's own chat route on a set of answers (`parser_proof.py`).
 
 * `HermesAnswerParser`: Polar's own parser, which follows the text as it arrives. A tool call is reported when it is
   complete; a cut or malformed one is reported as text.

@@ -75,7 +75,7 @@ class VllmClient(OpenAIClient):
     async def chat(self, body: Json) -> Json:
         answer = await self.json("POST", CHAT, body)
         if not isinstance(answer, dict) or not answer.get("choices"):
-            raise EngineError(f"{self.name} answered a chat without choices.")
+            raise EngineError(f"{self.name} sent a chat answer that has no choices.")
         return answer
 
     async def sampled(self, path: str, body: Json) -> list[SampleEvent]:
@@ -286,7 +286,8 @@ def exact_body(request: ChatRequest, prompt: TokenIds, context_length: int, *, s
     room = context_length - prompt.size
     if room < 1:
         raise RequestError(
-            f"This model's maximum context length is {context_length} tokens and the prompt has {prompt.size}.",
+            f"This model's maximum context length is {context_length} tokens. However, your request has {prompt.size} "
+            "input tokens.",
             code="context_length_exceeded",
         )
     wanted = request.sampling.max_tokens

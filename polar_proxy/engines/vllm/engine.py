@@ -205,8 +205,8 @@ class VllmEngine(LocallyRenderingEngine):
     async def _start(self, path: str, body: Json, *, large: bool) -> HttpResponse:
         """Send the request; if `max_tokens` exceeds the room in the context, send it without a limit.
 
-        Agents request as many tokens as their own provider's largest model may write. Other servers cut this to the
-        context, vLLM refuses it.
+        Agents request as many tokens as their own provider's largest model may write. Other servers lower this number
+        to the room in the context; vLLM refuses the request.
         """
         if "weight_versions" in self.info.capabilities:
             body["return_weight_versions"] = True
@@ -284,8 +284,8 @@ class VllmEngine(LocallyRenderingEngine):
         """Return the policy version from `/weight_info`, at most a second old; None if the server has no such route.
 
         (vLLM has the route in development mode.) Every recorded call needs the version, and a request for each call
-        would cost as much as the rest of its recording. A version from a second ago is still right, because an update
-        of the weights pauses the engine for longer than that, or calls `weights_changed` during the pause.
+        would cost as much as the rest of its recording. A version that is up to a second old is still right: whoever
+        updates the weights pauses the engine for longer than a second, or calls `weights_changed` during the pause.
         """
         if self._weight_version is None:
             return None

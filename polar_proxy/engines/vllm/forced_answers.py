@@ -62,8 +62,8 @@ class ForcedAnswer:
     they come in other chunks."""
     prompt: tuple[int, ...] = ()
     own: bool = False
-    """True for an answer with a tool call in the template's format, or in the format that the server's own grammar for
-    tool calls forced instead."""
+    """True if a tool call in the template's format was sampled, or if the chat route parsed a tool call. (A grammar of
+    the server's own may force calls in another format.)"""
     cut: bool = False
     """True if `max_tokens` cut the answer. The chat route parses a cut tool call in one way in a stream and in another
     in a whole answer."""
@@ -107,7 +107,7 @@ def matching_reasoning_mode(answers: Sequence[ForcedAnswer], *, tools: bool) -> 
         if not wrong[mode]:
             return mode, None
     nearest = min(wrong, key=lambda mode: len(wrong[mode]))
-    return None, f"Its chat route and the Hermes parser parse {wrong[nearest][0].name} differently."
+    return None, f"The server's chat route and the Hermes parser parse {wrong[nearest][0].name} differently."
 
 
 def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> ParsedAnswer:

@@ -89,8 +89,8 @@ class ForcedSampling:
         return ForcedAnswer(name, wanted, ids, parsed, sampled=sampled, chunks=chunks)
 
     def _bias(self, **biases: float) -> Json:
-        """Return the field `logit_bias`. The keys of `biases` are those of `texts`; a text of several tokens gets no
-        bias."""
+        """Return the field `logit_bias`. `biases`: bias by the name of a text: `think`, `letter`, `thought`, `call` or
+        `called`. A text of several tokens gets no bias."""
         texts = {"think": THINK, "letter": LETTER, "thought": END_THINK, "call": CALL, "called": END_CALL}
         tokens = {self.tags[texts[name]]: bias for name, bias in biases.items()}
         return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}
@@ -241,15 +241,16 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
 
     The server allows its grammar as an alternative to the request's (`--tool-strict-level function`), or in place of
     the request's (GLM's and Cohere's parsers). So this function sends a request with tools and a grammar that allows
-    one text only, and looks at the most likely tokens where that text begins. The server adds its own grammar in
-    three cases:
+    one text only, and looks at the most likely tokens where that text begins. If the text is not sampled, the request
+    is sent again without tools. Returns True in three cases:
 
-    * The text is sampled, but a second token was allowed as well.
-    * The text is not sampled, but without tools it is.
-    * The text is sampled neither way, and tokens are forbidden with tools only. (gpt-oss reasons before the text, under
-      a grammar of vLLM's that does not depend on tools.)
+    * With tools, the text is sampled, but a second token was allowed where it begins.
+    * With tools, the text is not sampled, but without tools it is.
+    * The text is sampled neither with tools nor without, and tokens are forbidden only with tools. (gpt-oss reasons
+      before the text, under a grammar of vLLM's that does not depend on tools.)
 
-    Returns False if the server refuses the requests. `renders`: whether the client can render conversations.
+    Returns False in all other cases, also if the server refuses the requests. `renders`: whether the client can render
+    conversations.
     """
     plain, unwanted = await asyncio.gather(*(unless_refused(client.encode(text)) for text in (PLAIN, UNWANTED)))
     if plain is None or unwanted is None:

@@ -54,7 +54,7 @@ Render = Callable[[list[Json], bool], Awaitable[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class OwnForm:
-    """An answer with tool calls: its tokens in the template's format, and the arguments of its calls."""
+    """An answer that the server is made to sample: its tokens in the template's format, and its calls' arguments."""
 
     name: str
     ids: tuple[int, ...]
@@ -144,9 +144,9 @@ def after_reasoning(ids: Sequence[int], end_of_reasoning: int | None) -> tuple[i
 def forcing(form: OwnForm, end_of_reasoning: int | None, unwanted: Sequence[int]) -> Json:
     """Return the fields of a chat request that make the server sample this answer.
 
-    The grammar also allows a random text after the answer, only so that no two grammars are alike: xgrammar 0.2.8
-    (vLLM 0.32) takes two grammars that differ only in token ids for the same one, and then forces the tokens of the
-    earlier one. The text begins with UNWANTED, whose ids `unwanted` are made unlikely, so that it is not sampled.
+    The grammar also allows a random text after the answer, only to make each grammar unique: if two grammars differ
+    only in token ids, xgrammar 0.2.8 (vLLM 0.32) confuses them, and forces the tokens of the earlier grammar. The
+    random text begins with UNWANTED, whose ids `unwanted` are made unlikely, so that it is not sampled.
     """
     ids = after_reasoning(form.ids, end_of_reasoning)
     biases = dict.fromkeys(unwanted, -100) | ({} if end_of_reasoning is None else {end_of_reasoning: 100})

@@ -133,7 +133,10 @@ class ParserProcess:
         """Begin to parse the answer to a request. Raises EngineError if vLLM refuses the request."""
         await self.ensure_started()
         if self._open >= _MAX_ANSWERS:
-            raise EngineError(f"The process with vLLM's parsers already reads {_MAX_ANSWERS} answers.")
+            raise EngineError(
+                f"The process with vLLM's parsers already parses {_MAX_ANSWERS} answers, which is its limit: try again "
+                "later."
+            )
         stream = ParsedStream(self, next(self._numbers), self.starts)
         self._open += 1
         try:

@@ -73,8 +73,8 @@ REMEDY = (
     "--enable-scale-out, so that its own parser can be called."
 )
 _OWN_GRAMMAR = (
-    "Its chat route samples answers with tools under a grammar that Polar does not know, so these answers are recorded "
-    "as constrained, and are not trained. Start vLLM without --tool-strict-level."
+    "The server's chat route samples answers with tools under a grammar that Polar does not know, so these answers are "
+    "recorded as constrained, and are not trained. Start vLLM without --tool-strict-level."
 )
 _PIECES = 8
 _ROUNDS = 4
@@ -254,7 +254,7 @@ class ParserProofs:
         """Return why the Hermes parser cannot read tool calls in the chat template's format, or None if it can.
 
         The model is expected to write tool calls in that format. `bare`: the token ids of the conversation before the
-        assistant's message, which makes the tool call.
+        assistant's message with the tool call.
         """
         if not self._tools:
             return None
@@ -292,12 +292,15 @@ class ParserProofs:
         except EngineError as error:
             return str(error)
         if not found:
-            return f"None of the parsers of vLLM {self.process.version} parses its answers as its chat route does."
+            return (
+                f"None of the parsers of vLLM {self.process.version} parses the answers as the server's chat route "
+                "does."
+            )
         if len(found) > 1:
             names = ", ".join(f"{tool or ''}/{reasoning or ''}" for tool, reasoning in found[:6])
             return (
-                f"Several of vLLM's parsers parse the sampled answers as its chat route does ({names}). Name the "
-                "server's own by the setting engine.vllm_parsers, as TOOL/REASONING."
+                f"Several of vLLM's parsers parse the sampled answers as the server's chat route does ({names}). Name "
+                "the server's own parsers by the setting engine.vllm_parsers, as TOOL/REASONING."
             )
         return replace(config, kind="process", parsers=found[0])
 
@@ -375,7 +378,7 @@ class ParserProofs:
             return f"The server does not offer {DERENDER}."
         for answer in answers:
             if await derender(answer, whole) != answer.parsed:
-                return f"And {DERENDER} and its chat route parse {answer.name} differently."
+                return f"The server's {DERENDER} and chat route parse {answer.name} differently."
         parsed = await asyncio.gather(*(unless_refused(derender(answer, pieces)) for answer in answers))
         return pieces if parsed == [answer.parsed for answer in answers] else whole
 

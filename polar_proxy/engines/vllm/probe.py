@@ -344,9 +344,9 @@ class ServerProbe:
     async def _end_of_turn(self) -> tuple[int, ...]:
         """Return the id of the token that ends an answer, as a tuple of one; an empty tuple if none is found.
 
-        Candidates are the tokens that the template writes after a finished message and not after an unfinished one, or
-        else those that begin the next message (GLM). Some of them, such as a line break, do not end an answer. So a
-        bias makes the server sample each in turn, and the first at which it stops by itself is returned. If the side
+        Candidates are the tokens with which the template closes a message. If it writes none, they are the tokens that
+        begin the next message (GLM). Some candidates, such as a line break, do not end an answer. So a bias makes the
+        server sample each in turn, and the first at which the server stops by itself is returned. If the side
         process renders, the candidates are the stop tokens of the model's configuration. (The token that gpt-oss's
         format writes after past answers is not the one at which the server stops.)
         """

@@ -104,7 +104,10 @@ class _Template:
         start = equal_start(prompt, whole)
         end = next((place for place in range(start, len(whole)) if whole[place] in self._files.stop_ids), None)
         if end is None:
-            text = "The model's chat template ends an answer with none of the stop tokens in generation_config.json."
+            text = (
+                "The model's chat template does not end answers with a stop token: add the token that it writes after "
+                "an answer to eos_token_id in generation_config.json."
+            )
             raise UsageError(text)
         return whole[start : end + 1]
 
