@@ -159,7 +159,7 @@ class SessionCall(ApiResponseModel):
     price_usd: float | None
     """Price of a hosted call in US dollars; null if it is unknown."""
     weight_version: str | None
-    """Policy version of the weights that sampled."""
+    """Policy version of the weights that sampled the answers."""
     started_at: float
     """When the request arrived."""
     first_token_at: float | None
@@ -215,7 +215,7 @@ class SessionDetail(SessionFields):
 
 
 class CallUsage(ApiResponseModel):
-    """Token counts of a hosted call by its provider. A count that the provider does not report is null."""
+    """Token counts of a hosted call, as the provider reports them. A count that is not reported is null."""
 
     input_tokens: int
     """Number of all prompt tokens, including tokens read from the provider's cache or written to it."""
@@ -253,9 +253,9 @@ class CallDetail(ApiResponseModel):
     model: str
     """The model that the agent named."""
     engine: dict[str, Any] | None
-    """Description of the engine that sampled."""
+    """Description of the engine that sampled the answers."""
     weight_version: str | None
-    """Policy version of the weights that sampled."""
+    """Policy version of the weights that sampled the answers."""
     logprob_mode: str
     """The distribution that the log-probabilities belong to. `processed`: the distribution that was sampled from;
     `raw`: the model's own distribution at temperature 1."""
@@ -271,8 +271,8 @@ class CallDetail(ApiResponseModel):
     route: str | None
     """The rule that chose the engine."""
     hooks: dict[str, Any] | None
-    """Changes by hooks; null if there are none. `request`: the parts of the request that hooks changed, as the model
-    saw them; `answer`: if hooks changed an answer, the answers as the model sampled them."""
+    """Changes by hooks; null if hooks changed nothing. `request`: the changed parts of the request, as the model saw
+    them. `answer`: the answers as the model sampled them, if hooks changed an answer."""
     edge: str
     """How the call relates to an earlier call."""
     parent_call_id: str | None
@@ -384,7 +384,7 @@ class KeyList(ApiResponseModel):
 
 
 class ExportSummary(ApiResponseModel):
-    """What an export selected, wrote and left out, as counts."""
+    """Counts of the data that an export selected, wrote and left out."""
 
     rows: int
     """Number of rows that were written."""

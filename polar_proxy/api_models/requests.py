@@ -33,11 +33,11 @@ class JobRequest(JobSpec):
     task_specs: list[dict[str, Any]] | None = None
     """The tasks themselves, each as in a line of a task file."""
     seed: int | None = Field(None, ge=0, le=MAX_INTEGER)
-    """Number of the first task, from 0: the number of an instance if `task` is a family, or the position in the file or
-    folder `task`. If `instances` is omitted, the job has only this task."""
+    """The first task of the job. If `task` is a family or a class: the seed of this task. If `task` is a file, a folder
+    or a function: the position of this task, counted from 0. Without `instances`, this is the only task of the job."""
     instances: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    """Number of tasks, from `seed` on. Default: all tasks of a file, a folder or `task_specs`, but one task of a
-    family."""
+    """Maximum number of tasks in the job, from the task `seed` on. If this and `seed` are omitted, the job has one task
+    of a family or a class, and all tasks of any other source."""
 
     @model_validator(mode="before")
     @classmethod
@@ -56,12 +56,12 @@ class JobRequest(JobSpec):
 
 
 class PauseRequest(ApiRequestModel):
-    """How long to pause, and whether to wait until nothing runs."""
+    """How long to pause, and whether to wait until no rollout runs."""
 
     seconds: PositiveSeconds | None = None
     """Resume automatically after this many seconds. Omit it to pause until resumed."""
     wait_idle: WaitSeconds | None = None
-    """Wait up to this many seconds until nothing runs any more, and respond then. If something still runs after this
+    """Wait up to this many seconds until no rollout runs any more, and respond then. If a rollout still runs after this
     time, the pause is undone and the response is 409."""
 
 
@@ -186,7 +186,7 @@ class TrainingRunRequest(ApiRequestModel):
     config: dict[str, Any]
     """The settings of the run."""
     lines: list[TrainingLine] = Field([])
-    """All lines of the run; they replace those that the server has."""
+    """All lines of the run. They replace the lines that the server has stored."""
 
 
 class TrainingLinesRequest(ApiRequestModel):
@@ -210,7 +210,8 @@ class LeaseRequest(ApiRequestModel):
     policy_version: str | None = None
     """The trainer's current policy version, from which staleness is counted."""
     max_staleness: int | None = Field(None, ge=0, le=MAX_INTEGER)
-    """Drop groups that are more than this many policy versions old."""
+    """Drop groups that are more than this many policy versions old, and groups of unknown age. Needs a
+    `policy_version` that is a whole number."""
     wait: float = Field(0.0, ge=0, le=300, allow_inf_nan=False)
     """Wait up to this many seconds if no group is ready."""
 

@@ -50,7 +50,7 @@ class RefusedTask(ApiResponseModel):
     """A task that cannot be run."""
 
     where: str
-    """File and line, or the position in `task_specs`."""
+    """File and line of the task, its folder, or its position in `task_specs`."""
     name: str | None
     """The task's id, if it has one."""
     reason: str
@@ -177,9 +177,9 @@ class Rollout(ApiResponseModel):
     sandbox: str
     """The kind of sandbox."""
     engine: str
-    """The engine that sampled."""
+    """Name and version of the engine that the rollout uses, separated by a space."""
     model: str
-    """The model that sampled."""
+    """The model that the engine serves."""
     calls: int
     """Number of recorded model calls."""
     traces: int
@@ -208,8 +208,8 @@ class RolloutList(ApiResponseModel):
     rollouts: list[Rollout]
     """The rollouts, in the order of submission."""
     note: str | None = None
-    """Why no rollout matches `where`, with the values that exist. null if a rollout matches or `where` was not
-    given."""
+    """Why no rollout matches `where`. For a condition that no rollout meets, the note lists the values that the field
+    has. null if a rollout matches or `where` was not given."""
 
 
 class GroupDetail(Group):
@@ -258,7 +258,7 @@ class CreatedSession(ApiResponseModel):
 
 
 class ApiKey(ApiResponseModel):
-    """A key of the HTTP API, without the key itself."""
+    """Description of a key of the HTTP API. The key itself is not stored."""
 
     name: str
     """The first twelve hexadecimal digits of the key's hash. The key is listed and revoked by this name."""
@@ -426,7 +426,7 @@ class FleetState(ApiResponseModel):
 
 
 class ServiceState(ApiResponseModel):
-    """The server. The fields of the rollout service are null on a server without rollout workers."""
+    """State of a server. On a server without rollout workers, the fields from `worker` on are null."""
 
     version: str
     """Version of Polar."""

@@ -1,11 +1,11 @@
-"""Advantages: from the rewards of a group of rollouts to one number per rollout. Numpy, float64, pure functions.
+"""Advantages: turn the rewards of a group of rollouts into one number per rollout. Numpy, float64, pure functions.
 
 Promises, kept by every function here:
 
-* A missing reward (None or NaN) is not reward 0. Such a rollout is left out of means, deviations and medians, and its
-  advantage is NaN: it is not trained.
-* A group in which fewer than two rollouts have a reward, or all rewards are equal, has advantage exactly 0. Exceptions:
-  `raft` has no baseline; `gdpo` also compares over the batch, and `gigpo` between steps.
+* A missing reward (None or NaN) is not reward 0. A rollout without a reward is left out of means, deviations and
+  medians. Its advantage is NaN, so the rollout is not trained on.
+* If fewer than two rollouts of a group have a reward, or all rewards are equal, the advantages are exactly 0.
+  Exceptions: `raft` has no baseline, `gdpo` also compares the groups of a batch, and `gigpo` also compares steps.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def known_rewards(rewards: Rewards) -> Floats:
 
 
 def dr_grpo(rewards: Rewards) -> Floats:
-    """Dr. GRPO: A_i = r_i - mean(r). It does not divide by the deviation, because that favours groups of small spread.
+    """Dr. GRPO: A_i = r_i - mean(r). A division by the deviation would favour groups of small spread.
 
-    The paper also divides the loss by a constant, not by each answer's length: `loss_aggregation = "constant"`.
+    The paper also divides the loss by a constant instead of each answer's length. The setting for this is
+    `loss_aggregation = "constant"`.
     Source: Liu et al., Understanding R1-Zero-Like Training, arXiv 2503.20783.
     """
     values, known = reward_array(rewards), known_rewards(rewards)
@@ -71,8 +72,8 @@ def raft(rewards: Rewards) -> Floats:
 
     There is no baseline: a group that solved everything is trained, and a group that solved nothing is not. No token is
     made less likely. Tokens of which the policy is certain therefore stay likely, even with few rollouts and many
-    updates, but the policy does not learn beyond the best rollouts of a group. The second source calls RAFT with a
-    clipped ratio (`losses.dapo`) RAFT++.
+    updates, but the policy does not learn beyond the best rollouts of a group. RAFT++ in the second source is RAFT with
+    a clipped ratio (`losses.dapo`).
     Source: Dong et al., RAFT, arXiv 2304.06767; Xiong et al., A Minimalist Approach to LLM Reasoning, arXiv 2504.11343.
     """
     values = reward_array(rewards)
@@ -180,8 +181,8 @@ ADVANTAGES: dict[str, Callable[[Rewards], Floats]] = {
     "mc_grpo": mc_grpo,
     "raft": raft,
 }
-"""Advantages by the name that a configuration uses: rewards of one group [n] -> advantages [n]. `gdpo` (several
-rewards) and `gigpo` (steps) need other arguments."""
+"""Advantage functions by the name that a configuration uses. Each maps the rewards of one group [n] to advantages [n].
+`gdpo` (several rewards) and `gigpo` (steps) are not listed, because they need other arguments."""
 
 
 def focal_weight(rewards: Rewards, *, solved_at: float = 1.0, gamma: float = 1.0) -> float:

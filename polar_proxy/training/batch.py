@@ -2,14 +2,16 @@
 
 Promises:
 
-* A rollout counts once in its group's baseline, however many traces it has; all its traces get its advantage.
-* The sampled tokens of a trace are trained only if its grade is `TRAINABLE` (traces/grades.py). If they are skipped,
-  the other traces of its rollout are trained nevertheless. Each sampled token is trained at most once.
+* A rollout counts once in its group's baseline, however many traces it has. All traces of a rollout get the rollout's
+  advantage.
+* The sampled tokens of a trace are trained only if the trace's grade is in `TRAINABLE` (traces/grades.py). If a trace
+  is skipped, the other traces of its rollout are still trained. Each sampled token is trained at most once.
 * The sampled tokens of a rollout that is masked (timed out) or incomplete are skipped; its reward counts in the
   baseline.
 * With ECHO (`echo_coef`, a loss on observed tokens), observed tokens are trained even if the sampled ones are skipped,
   except in traces that are too long or rejected.
-* Everything skipped is counted by reason: trained and skipped sampled tokens add up to all sampled tokens.
+* Everything that is skipped is counted by reason. The trained and the skipped sampled tokens add up to all sampled
+  tokens.
 """
 
 from __future__ import annotations
@@ -120,7 +122,10 @@ class TrainingBatch:
         return len({sequence.rollout for sequence in self.sequences if sequence.trained.any()})
 
     def minibatches(self, count: int, seed: str) -> list[list[TrainingSequence]]:
-        """Split into `count` parts of whole groups, shuffled by `seed`; fewer parts when there are fewer groups."""
+        """Shuffle the groups with `seed`, and split the sequences into `count` parts of whole groups.
+
+        If there are fewer groups than `count`, each group is a part.
+        """
         groups: dict[str, list[TrainingSequence]] = {}
         for sequence in self.sequences:
             groups.setdefault(sequence.group_id, []).append(sequence)
@@ -173,7 +178,7 @@ class BatchPlan:
 def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig, step: int = 0) -> TrainingBatch:
     """Compute advantages and collect the sequences to train, as `plan_batch` decides.
 
-    Raises TrainingError for a token that would be trained twice, which means that the traces are wrong.
+    Raises TrainingError if a token would be trained twice, because the traces are wrong then.
     """
     members = [(group, member) for group in groups for member in group.members]
     plan = plan_batch([[(one.rollout, one.traces) for one in group.members] for group in groups], config, step)

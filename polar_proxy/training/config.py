@@ -1,7 +1,7 @@
 """Settings of a GRPO run: defaults < the `[grpo]` table of a TOML file < flags.
 
 The tables `[engine]`, `[run]` and `[gateway]` of the same file are Polar's own settings (`polar_proxy.config`). A run
-stores its settings in `config.json`; to resume it, all of them but those in `MAY_CHANGE` must be the same.
+stores its settings in `config.json`. When a run is resumed, all settings except those in `MAY_CHANGE` must be the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAY_CHANGE = frozenset(
         "report_to",
     }
 )
-"""Settings that may differ when a run is resumed. A change of any other would make it a different run."""
+"""Settings that may differ when a run is resumed. A change of another setting would make it a different run."""
 
 BuilderName = Literal["merged", "per_call", "tree"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -98,7 +98,7 @@ class GrpoConfig(BaseModel):
 
     # Data
     weights: str | None = None
-    """Folder of the initial weights. None: those that the local engine serves."""
+    """Folder of the initial weights. None: the weights that the local engine serves."""
     builder: BuilderName = "merged"
     """Builder that makes training sequences from calls."""
     train_timed_out: bool = False
@@ -107,7 +107,7 @@ class GrpoConfig(BaseModel):
     """Also train groups whose advantages are all 0. They add no gradient of the policy loss, but their tokens count in
     the normalisation of the loss."""
     shuffle_rewards: bool = False
-    """Shuffle the rewards of a step among its rollouts: a control run, in which the policy must not learn."""
+    """Shuffle the rewards of a step among its rollouts. This is a control run, in which the policy must not learn."""
     max_sequence_length: int = Field(32_768, ge=2)
     """Maximum number of tokens of a sequence. A longer sequence is not trained, and is counted as skipped."""
 
@@ -134,8 +134,8 @@ class GrpoConfig(BaseModel):
     """Source of the proximal log-probabilities, which the losses decoupled, tis and icepop use. sampler: the trainer
     computes them with the weights that sampled the token; older weights are read from the run's checkpoints (one more
     forward pass for each older version). start: the trainer computes them with the weights before the step. recorded:
-    those that the engine reported. interpolated: a mean of recorded and start, with more of start for staler tokens
-    (A-3PO, arXiv 2512.06547); start alone for tokens that the newest weights sampled."""
+    the engine reported them when it sampled the token. interpolated: a weighted mean of start and recorded, with more
+    of start for staler tokens (A-3PO, arXiv 2512.06547). For tokens that the newest weights sampled, start alone."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL divergence from the reference model. 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -145,7 +145,7 @@ class GrpoConfig(BaseModel):
     """Folder of the reference model. None: the initial weights."""
     echo_coef: float = Field(0.0, ge=0)
     """Coefficient of ECHO (0.05 in its paper), a loss by which the policy learns to predict the environment's answers.
-    It also uses rollouts whose sampled tokens are not trained. 0: off."""
+    ECHO also uses rollouts whose sampled tokens are not trained. 0: off."""
 
     # Optimiser
     ppo_epochs: int = Field(1, ge=1)
@@ -155,7 +155,7 @@ class GrpoConfig(BaseModel):
     ppo_epochs * num_minibatches updates."""
     max_tokens_per_microbatch: int = Field(32_768, ge=2)
     """Maximum number of tokens in one forward and backward pass; a shared prefix counts once. The gradients of
-    microbatches add up to those of the update."""
+    all microbatches add up to the gradient of the update."""
     learning_rate: float = Field(1e-5, gt=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. constant: unchanged. linear, cosine: falls to 0 by the end of the run, along a
@@ -193,8 +193,8 @@ class GrpoConfig(BaseModel):
     """Largest difference, in nats, that log-probabilities of engine and trainer may have on a fixed prompt after a
     sync."""
     checkpoint_every: int = Field(1, ge=1)
-    """Save a checkpoint every n steps. Groups are acknowledged after the checkpoint that contains them; their leases
-    stay open until then."""
+    """Save a checkpoint every n steps. A group is acknowledged when the first checkpoint after its training is saved;
+    its lease stays open until then."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of the newest checkpoints to keep. More are kept if `proximal` needs them."""
     lease_seconds: float = Field(120.0, gt=0)
@@ -260,9 +260,12 @@ class GrpoConfig(BaseModel):
 
     @property
     def max_staleness(self) -> int | None:
-        """Maximum staleness of a group, in steps; None: no limit. A group that would be too stale on delivery waits to
-        start; a group that is too stale is dropped. The engine's weights may be `sync_every - 1` steps old when a
-        rollout starts."""
+        """Maximum staleness of a group, in steps; None: no limit.
+
+        A group waits to start while it is expected to exceed the limit on delivery. A group that exceeds the limit is
+        dropped. The limit includes `sync_every - 1` steps, because the engine's weights may be that old when a rollout
+        starts.
+        """
         return self.max_async_steps + self.sync_every - 1 if self.max_async_steps else None
 
     @property
@@ -328,8 +331,8 @@ def read_assignments(lines: Sequence[str]) -> Json:
 
 
 def make_config(*layers: Json) -> GrpoConfig:
-    """Merge layers of settings: later layers win, and None counts as not given. Raises UsageError with the first
-    error."""
+    """Merge layers of settings: later layers win, and None counts as not given. Raises UsageError for the
+    first invalid setting."""
     settings: Json = {}
     for layer in layers:
         settings = _merge(settings, {name: value for name, value in layer.items() if value is not None})

@@ -43,7 +43,7 @@ FEED_WAIT_SECONDS = 2.0
 
 
 class GroupFeed(Protocol):
-    """The feed of finished groups, of a local store or of a server."""
+    """A feed of finished groups. It belongs to a local store or to a server."""
 
     async def lease(
         self, consumer: str, limit: int, seconds: float, *, policy_version: str | None, max_staleness: int | None
@@ -147,7 +147,8 @@ class StoreGroupReader:
 
 
 async def read_traces(store: Store, row: RolloutRow, builder: BuilderName) -> Sequence[Trace]:
-    """Return the stored traces of a rollout; traces that are not stored are built from its calls."""
+    """Return the traces of a rollout. If none are stored and `builder` is not `STORED_BUILDER`, build the traces from
+    the rollout's calls."""
     stored = await store.traces.find(rollout_id=row.rollout_id, builder=builder)
     if stored or builder == STORED_BUILDER or row.session_id is None:
         return stored
@@ -158,8 +159,8 @@ async def read_traces(store: Store, row: RolloutRow, builder: BuilderName) -> Se
 class HttpFeed:
     """Feed and reader of groups over a server's API: a `GroupFeed` and a `GroupReader`.
 
-    Rows have everything that training reads, with log-probabilities in float32 as recorded. So a step gives the same
-    result as with groups from the store.
+    The rows of a group have all the data that training needs, with log-probabilities in float32 as recorded. So a step
+    gives the same result as with groups from the store.
     """
 
     def __init__(self, client: AsyncClient, report: Callable[[str], None]) -> None:

@@ -3,12 +3,13 @@
     start rollouts -> lease groups -> advantages and batch -> loss and optimiser -> metrics
                    -> checkpoint -> acknowledge groups -> new weights into the engine -> probe
 
-Promises, across `kill -9` at any moment (tests/training/test_resume.py kills the trainer at each point of the loop):
+Promises that hold even after `kill -9` at any moment (tests/training/test_resume.py kills the trainer at each point of
+the loop):
 
-* A group is acknowledged only after a checkpoint of weights that were trained on it is on disk. A group that is in no
-  checkpoint is offered again when its lease is returned or expires, so no group is skipped.
+* A group is acknowledged only when a checkpoint is on disk whose weights were trained on the group. A group that is in
+  no checkpoint is offered again when its lease is returned or expires, so no group is skipped.
 * A checkpoint lists its groups. A listed group that is offered again is acknowledged and not trained again.
-* A round of rollouts is started under its own number, and starting it again has no effect.
+* Each round of rollouts has a number. A second start of the round with this number has no effect.
 
 Synchronous (`max_async_steps = 0`): the rollouts of a step start when the weights of the step before are in the engine.
 Asynchronous: the rollouts of the next `max_async_steps` steps start early, and groups that are too stale are dropped.
@@ -48,7 +49,8 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 MAX_EMPTY_ROUNDS = 3
-"""Maximum number of further rounds that are started for one step. A step without a group after them stops the run."""
+"""Maximum number of additional rounds that are started for one step. If the step has no group after these rounds, the
+run stops with an error."""
 
 
 class RolloutSource(Protocol):
@@ -110,7 +112,10 @@ class GrpoTrainer:
         self._last_step_ended = time.monotonic()
 
     async def train(self) -> TrainerState:
-        """Train until `config.steps` are done. Raises TrainingError when it cannot continue."""
+        """Train until `config.steps` are done. Raises TrainingError when the run cannot continue.
+
+        Raises UsageError if another process trains this run, or if settings differ that a resumed run must keep.
+        """
         config = self._config
         with self._locked_run():
             steps_lost = self._resume()
@@ -171,11 +176,11 @@ class GrpoTrainer:
     # Groups
 
     async def _lease_groups(self) -> tuple[list[TrainingGroup], int]:
-        """Return the groups of the next step and the number of groups dropped as too stale.
+        """Return the groups of the next step, and the number of groups that were dropped as too stale.
 
-        These are `config.groups` groups, or fewer if no more can come because rollouts were dropped or cancelled. With
-        `dynamic_sampling`, groups without a signal are returned too but not counted. At most
-        `MAX_EMPTY_ROUNDS` rounds are started in addition.
+        A step has `config.groups` groups, or fewer if no more can come because groups were dropped or cancelled. With
+        `dynamic_sampling`, groups without a signal are returned too, but do not count towards `config.groups`. At most
+        `MAX_EMPTY_ROUNDS` additional rounds are started.
         """
         config = self._config
         while self.state.rounds <= self.state.step + config.max_async_steps and self.state.rounds < config.steps:
@@ -231,8 +236,8 @@ class GrpoTrainer:
         self._on_point("acknowledged")
 
     async def _acknowledge(self, lease: GroupLease) -> None:
-        """Acknowledge a group and remove it from `state.trained`. If that fails, the group stays there, so that it is
-        recognised when it is offered again."""
+        """Acknowledge a group and remove it from `state.trained`. If the acknowledgement fails, the group stays in
+        `state.trained`, so that it is recognised when it is offered again."""
         if await self._leases.acknowledge(lease):
             trained = tuple(group for group in self.state.trained if group != lease.group_id)
             self.state = replace(self.state, trained=trained)

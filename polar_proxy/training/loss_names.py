@@ -1,4 +1,5 @@
-"""Names and constants of the losses, for settings and pages. A server needs them, and must not load PyTorch."""
+"""Names and constants of the losses. They are apart from `losses.py` because settings and the web view need them
+without PyTorch."""
 
 from __future__ import annotations
 

@@ -2,16 +2,19 @@
 
 A policy loss takes `LossInputs` and returns a scalar to minimise (differentiable) and `LossStats`.
 
-Notation: mu is the policy that sampled (its log-probabilities were recorded by the engine), pi_prox the proximal policy
-(`proximal` in `[grpo]`: what the trainer computes with the weights that sampled, or an approximation of it), pi_theta
-the weights in training. r_t = pi_theta(t) / mu(t) is the importance ratio.
-k_t = pi_prox(t) / mu(t) corrects for staleness and for the mismatch of trainer and engine; the losses with k_t clip
-u_t = pi_theta(t) / pi_prox(t). A_t is the advantage, w_t the weight of the token (`token_weights`), sg stops the
-gradient.
+Notation:
 
-Each docstring shows the formula with the paper's own normalisation. The weights are computed once for a whole update,
-so the losses of microbatches add up to the loss of the update. `gspo` and `minpro` use whole sequences, so a microbatch
-must not cut a sequence (`pack_trees` never does).
+* mu is the policy that sampled the token, with the log-probabilities that the engine recorded.
+* pi_theta is the policy in training.
+* pi_prox is the proximal policy: the policy that sampled the token, with the log-probabilities that the trainer
+  computes, or an approximation of it (`proximal` in `[grpo]`).
+* r_t = pi_theta(t) / mu(t) is the importance ratio.
+* k_t = pi_prox(t) / mu(t) corrects for staleness and for the mismatch of trainer and engine. A loss that uses k_t clips
+  u_t = pi_theta(t) / pi_prox(t) instead of r_t.
+* A_t is the advantage, w_t is the weight of the token (`token_weights`), and sg stops the gradient.
+
+The weights are computed once for a whole update, so the losses of microbatches add up to the loss of the update. `gspo`
+and `minpro` use whole sequences, so a microbatch must not cut a sequence (`pack_trees` never does).
 """
 
 from __future__ import annotations
@@ -116,10 +119,11 @@ def gspo(batch: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) 
 
 
 def cispo(batch: LossInputs, *, min_ratio: float = 0.0, max_ratio: float = 5.0) -> tuple[Tensor, LossStats]:
-    """CISPO: L = -sum_t w_t sg(clip(r_t, min_ratio, max_ratio)) A_t log pi_theta(t), every token weighing the same.
+    """CISPO: L = -sum_t w_t sg(clip(r_t, min_ratio, max_ratio)) A_t log pi_theta(t).
 
-    The clip bounds the ratio and never removes the gradient, so every token is trained. The paper has no lower
-    bound; the upper bound of 5 is from ScaleRL (arXiv 2510.13786).
+    The clip bounds the ratio and never removes the gradient, so every token is trained. In the paper every token weighs
+    the same (`aggregation="token"`), and there is no lower bound. The upper bound of 5 is from ScaleRL (arXiv
+    2510.13786).
     Source: MiniMax-M1, arXiv 2506.13585.
     """
     ratio = log_ratio(batch.logprobs, batch.old_logprobs).exp()
@@ -130,11 +134,12 @@ def minpro(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28)
     """MinPRO: replace the ratio of the whole prefix, which can explode, by the smallest earlier ratio times r_t.
 
     q_t = min_{j < t} r_j * r_t (for the first token, r_t);
-    L = -sum_t w_t sg(clip(q_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta(t), every token weighing the same.
+    L = -sum_t w_t sg(clip(q_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta(t).
 
-    The prefix of a token consists of the sampled tokens before it in the same sequence; prompts and tool output do not
-    count. The default clips are ours. Source: Lei et al., A Step Back: Prefix Importance Ratio Stabilizes Policy
-    Optimization, arXiv 2601.22718 (the formula as quoted by a survey; we had no access to the paper's text).
+    In the source every token weighs the same (`aggregation="token"`). The prefix of a token consists of the sampled
+    tokens before it in the same sequence; prompts and tool output do not count. The default clips are ours.
+    Source: Lei et al., A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization, arXiv 2601.22718 (the
+    formula as quoted by a survey; we had no access to the paper's text).
     """
     log_ratios = log_ratio(batch.logprobs, batch.old_logprobs)
     ratio = (log_ratios + _smallest_earlier(log_ratios.detach(), batch.sequences)).exp()
@@ -200,8 +205,8 @@ def decoupled(
 ) -> tuple[Tensor, LossStats]:
     """Decoupled PPO for stale data: L = -sum_t w_t k_t min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t).
 
-    The clip is centred on pi_prox instead of mu, so that stale tokens keep a gradient. Tokens
-    with k_t above `max_weight` are dropped. (Notation: see the module.)
+    The clip is centred on pi_prox instead of mu, so that stale tokens keep a gradient. Tokens with k_t above
+    `max_weight` are dropped. (Notation: see the module.)
     Source: Hilton et al., arXiv 2110.00641; used by AReaL, arXiv 2505.24298.
     """
     weight = log_ratio(batch.proximal_logprobs, batch.old_logprobs).exp()
@@ -252,7 +257,7 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, LossStats]]] = {
 """Losses by the name that a configuration uses. Each takes `LossInputs`, and its settings as keyword arguments."""
 
 OWN_AGGREGATION: Mapping[str, LossAggregation] = {"gspo": "sequence"}
-"""The aggregation of losses whose formula leaves no choice."""
+"""The aggregation of the losses that ignore the setting `loss_aggregation`, because their formula prescribes it."""
 
 
 # Weights and added terms
@@ -272,9 +277,9 @@ def token_weights(
     `aggregation`:
 
     * token:    w_t = 1 / n. Every token weighs the same (DAPO, arXiv 2503.14476).
-    * sequence: w_t = 1 / (R * sequences of its rollout * tokens of its sequence). Every rollout weighs the same, and
-                within it every sequence. With one sequence per rollout: GRPO, arXiv 2402.03300.
-    * rollout:  w_t = 1 / (R * tokens of its rollout). Every rollout weighs the same, and within it every token.
+    * sequence: w_t = 1 / (R * sequences of its rollout * tokens of its sequence). All rollouts weigh the same, and so
+                do all sequences of a rollout. With one sequence per rollout: GRPO, arXiv 2402.03300.
+    * rollout:  w_t = 1 / (R * tokens of its rollout). All rollouts weigh the same, and so do all tokens of a rollout.
     * constant: w_t = 1 / `constants` [n]. The constant of a token is (number of groups) * (number of rollouts in the
                 token's group) * (a fixed length), so that the length of an answer has no influence (Dr. GRPO, arXiv
                 2503.20783, whose code divides by the largest length allowed).
@@ -366,7 +371,7 @@ def observation_loss(logprobs: Tensor, total: int) -> Tensor:
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return log(numerator / denominator) [n], clamped to +-`MAX_LOG_RATIO`."""
+    """Return `numerator` - `denominator` [n], both log-probabilities, clamped to +-`MAX_LOG_RATIO`."""
     return (numerator - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

@@ -69,7 +69,7 @@ EVAL_SERIES = ("reward", "reward_interval", "solved_share", "scored", "seconds")
 SYNC_SERIES = ("largest", "mean", "moved", "seconds")
 
 NORMAL_95 = 1.96
-"""97.5 % quantile of the normal distribution: half the width of a 95 % interval in standard errors."""
+"""97.5 % quantile of the normal distribution: half the width of a 95 % interval, in standard errors."""
 
 
 def mean_reward(rewards: Sequence[float]) -> Json:
@@ -191,7 +191,7 @@ class StepTimer:
         self._started = (self._started[0] + after[0] - before[0], self._started[1] + after[1] - before[1])
 
     def lap(self) -> Json:
-        """Return the seconds since the last lap, and start the next one."""
+        """Return the wall seconds and the engine's busy seconds since the last lap, and start the next lap."""
         now, started = self._now(), self._started
         self._started = now
         busy = now[1] - started[1] if self._engine_busy_seconds else None
@@ -301,7 +301,7 @@ def series(lines: Iterable[Json]) -> Json:
 
 
 def draw(curves: Json, title: str) -> bytes:
-    """Plot the curves and return a PNG of six panels. Raises UsageError without matplotlib or a finished step."""
+    """Plot the curves and return a PNG of six panels. Raises UsageError if matplotlib or a finished step is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -40,7 +40,7 @@ from sandboxes.choice import choose
 CONNECTION_TRIES = 12
 """Number of tries of a request while the server restarts. Together they take about a minute."""
 EVAL_PRIORITY = 10
-"""Priority of the jobs of an evaluation, which come before the rollouts of later rounds."""
+"""Priority of the jobs of an evaluation. Training rounds have priority 0, so evaluations run before them."""
 
 
 class TrainingObserver(ProgressReporter, MetricsTracker, Protocol):
@@ -315,8 +315,8 @@ class TaskSampler:
                 raise UsageError("The instances from first_seed and from eval_first_seed overlap: change one of them.")
 
     def batch(self, number: int) -> list[int]:
-        """Return the instances of a round. They depend only on its number, the settings and the source of tasks, so a
-        resumed run gets the same."""
+        """Return the instances of a round. They depend only on the round's number, the settings and the source of
+        tasks, so a resumed run gets the same instances."""
         positions = range(number * self._config.groups, (number + 1) * self._config.groups)
         if self._seeds is None:
             return [self._config.first_seed + position for position in positions]

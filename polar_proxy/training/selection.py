@@ -1,7 +1,7 @@
 """Curriculum and replay: which groups to train, how many rollouts each task gets next, which old rollouts to reuse.
 
-Numpy, pure functions: estimates of tasks are passed and returned as values, and random choices take a generator. The
-training loop does not use this module yet.
+Numpy, pure functions: estimates of solve rates are passed and returned as values, and functions that choose at random
+take a generator. The training loop does not use this module yet.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def select_groups(
     """Select for training the groups whose rewards differ; the others have advantage 0 and no signal.
 
     A group with equal rewards below `best`, or with too few scored rollouts, is queued again until it has had
-    `max_attempts`. `attempts`: the attempts of each group so far, with this one; 1 by default. Groups that are solved
-    completely or have no attempts left are dropped. The caller starts other groups until its batch is full.
+    `max_attempts`. `attempts`: how many attempts each group has had, including this one; 1 by default. Groups that are
+    solved completely or have no attempts left are dropped. The caller starts other groups until its batch is full.
     Source: dynamic sampling of DAPO, arXiv 2503.14476 (groups of 0 < number solved < G are kept); queueing again is
     ours.
     """
@@ -101,7 +101,7 @@ def updated(
 
 
 def chance_of_spread(belief: SolveRateBelief, n: int) -> float:
-    """Return the probability that n rollouts of reward 0 or 1 are not all equal: 1 - E[p^n] - E[(1 - p)^n].
+    """Return the probability that the rewards of n rollouts, each 0 or 1, are not all equal: 1 - E[p^n] - E[(1 - p)^n].
 
     E[p^n] = prod_{i < n} (solved + i) / (solved + failed + i), from the Beta-binomial distribution.
     """
@@ -121,9 +121,9 @@ def allocate(
 ) -> dict[str, int]:
     """Return group sizes for `budget` rollouts that maximise the expected number of groups with unequal rewards.
 
-    Every task gets `smallest` (at least 1), then each further rollout goes to the task whose `chance_of_spread` it
-    raises most (the earlier task if equal). The gains shrink with every rollout, so the greedy choice is optimal.
-    Raises ValueError if the budget is too small for all tasks.
+    Every task gets at least `smallest` (1 or more) and at most `largest` rollouts. Beyond `smallest`, each rollout goes
+    to the task whose `chance_of_spread` it raises most (the earlier task if equal). The gains shrink with every
+    rollout, so the greedy choice is optimal. Raises ValueError if the budget is too small for all tasks.
     Source: ours, after VADE (arXiv 2511.18902: decaying Beta beliefs, maximal information) and the adaptive rollout
     allocation of XRPO (arXiv 2510.06672).
     """

@@ -1,6 +1,6 @@
 """Send new weights to the engine that samples, and check that it loaded them.
 
-After each sync engine and trainer both score a fixed prompt (the probe), and three things are checked:
+After each sync, the engine and the trainer both score a fixed prompt (the probe). Three things are checked:
 
 * Their log-probabilities differ by at most a tolerance.
 * The engine is not much nearer (by a factor of 4) to the trainer's old weights than to the current ones. Small updates
@@ -54,8 +54,8 @@ REMEDIES = {
 }
 """A word in a request's route -> what to do if the server refuses the request."""
 VLLM_MISSING = (
-    "NCCL needs vLLM in the trainer's environment too, and it is not installed. It can be installed beside Polar: "
-    "pip install 'polar-proxy[local]' vllm==VERSION, with the server's version; or leave weight_transfer at disk"
+    "NCCL needs vLLM in the trainer's environment too, and vLLM is not installed there. Install the server's version "
+    "of vLLM beside Polar (pip install 'polar-proxy[local]' vllm==VERSION), or leave weight_transfer at disk"
 )
 
 
@@ -130,7 +130,7 @@ async def probe(
     largest, mean = float(gaps.max()), float(gaps.mean())
     if not largest <= tolerance:  # NaN fails too
         raise TrainingError(
-            f"after the sync engine and trainer differ by up to {largest:.3g} nats on the probe (allowed: "
+            f"after the sync, engine and trainer differ by up to {largest:.3g} nats on the probe (allowed: "
             f"{tolerance:g}): the engine has other weights, or computes differently (dtype, quantisation). Training on "
             "its samples would be wrong; raise probe_tolerance only if you know why they differ"
         )
@@ -177,8 +177,8 @@ class VllmControl:
     """Treatment of calls in flight: `keep` freezes them and continues with the new weights, `wait` lets them finish
     first, `abort` aborts them."""
     engine: VllmEngine | None = None
-    """The client that samples from the server, if the only such client is in this process. None: the pause lasts until
-    every client has dropped its cached weight version (WEIGHT_VERSION_SECONDS)."""
+    """The only client that samples from the server, if it is in this process. None: other processes sample too, so the
+    pause lasts until every client has dropped its cached weight version (WEIGHT_VERSION_SECONDS)."""
     transport: httpx.AsyncBaseTransport | None = None
 
     @contextlib.asynccontextmanager

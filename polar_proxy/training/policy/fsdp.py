@@ -2,16 +2,17 @@
 
 Promises (tests/training/test_fsdp.py):
 
-* A step gives the same result as with one process, up to rounding: token weights are decided over all processes.
-* All processes get the same batch. Each computes its own packs (microbatches, see `packing.py`), and runs empty
-  passes if it has fewer than another, because a sharded model computes only when all processes take part.
+* A step gives the same result as with one process, up to rounding. For this, the weights of tokens are computed from
+  the whole batch.
+* All processes get the same batch, and each computes its own packs (microbatches, see `packing.py`). A process with
+  fewer packs than another runs empty passes, because a sharded model computes only when all processes take part.
 * Checkpoints and engines get whole weights under their usual names. A run may be resumed with another number of
   processes.
 * No process outlives the main process. If one of the others ends, the run ends and reports the reason.
 
 The main process has rank 0, and has the feed, the engine and the checkpoints. Before it runs a method of its learner,
 it sends the method's name to the other processes through pipes. Between methods the others wait at their pipes. They
-do not wait inside a collective operation, because that has a time limit and rollouts may take hours.
+do not wait inside a collective operation, because it has a time limit and rollouts may take hours.
 
 Source: `torch.distributed.fsdp.fully_shard`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -73,7 +74,7 @@ class ShardedLearner(Learner):
         self._processes = spec.config.processes
         self._rank = spec.rank
         self._empty_passes = 0
-        """Number of passes that the busiest process makes more than this one."""
+        """Number of empty passes that this process must add to have as many passes as the busiest process."""
         config = spec.config.model_copy(update={"device": spec.device})
         # Loaded on the CPU, because the whole model may be larger than a GPU.
         policy = load_model(spec.model)
@@ -224,9 +225,10 @@ class ShardedCoordinator(ShardedLearner):
 
 @contextlib.contextmanager
 def launch_sharded(model: Path, reference: Path | None, config: GrpoConfig) -> Iterator[ShardedCoordinator]:
-    """Start the other processes, which load `model` and `reference` from these folders; stop them when the block ends.
+    """Start the other processes and yield the learner of rank 0. The other processes stop when the block ends.
 
-    Raises TrainingError if there are fewer GPUs than processes, or one of the processes does not start.
+    `model`, `reference`: the folders from which each process loads the policy and the reference model. Raises
+    TrainingError if there are fewer GPUs than processes, or one of the processes does not start.
     """
     if config.device == "cuda" and torch.cuda.device_count() < config.processes:
         gpus = torch.cuda.device_count()

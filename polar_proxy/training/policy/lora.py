@@ -27,7 +27,10 @@ PEFT_NAME = "default"
 
 
 class MergedWeights(dict[str, Tensor]):
-    """Weights with the adapter merged in, by the base model's names, and the adapter alone for engines that take it."""
+    """Weights with the adapter merged in, under the base model's names.
+
+    `adapter` has the adapter's own tensors, for engines that load adapters.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor], settings: LoraSettings) -> None:
         super().__init__(weights)

@@ -134,7 +134,7 @@ class Learner:
         """Accumulate the gradients of the microbatches, clip them and update the weights.
 
         Returns the norm of the gradient before clipping. `share` is 1 / number of minibatches: the minibatch's loss is
-        added to `totals` with this weight, so that they hold the mean loss of all minibatches.
+        added to `totals` with this weight, so that `totals.loss` becomes the mean loss of all minibatches.
         """
         self.optimiser.zero_grad(set_to_none=True)
         for microbatch in minibatch:
@@ -215,10 +215,10 @@ class Learner:
         return torch.where(torch.isnan(microbatch.older_logprobs), start, microbatch.older_logprobs)
 
     def _recompute_older(self, microbatches: Sequence[Microbatch], step: int, kept: KeptWeights | None) -> None:
-        """Set `older_logprobs` of the microbatches, for the tokens that older policy versions sampled.
+        """Set `older_logprobs` of the microbatches for the tokens that older policy versions sampled.
 
-        Each is the log-probability by the weights of the version that sampled the token. Raises TrainingError if the
-        weights of a version are not kept.
+        The log-probability of such a token is computed with the weights that sampled the token. Raises TrainingError if
+        the weights of a version are not kept.
         """
         numbers = [np.array(self._version_numbers(microbatch, step)) for microbatch in microbatches]
         for number in sorted({int(number) for each in numbers for number in each} - {step}):

@@ -1,7 +1,7 @@
-"""The sequences of an update, packed into trees under a budget of tokens, and the tensors of these packs.
+"""Pack the sequences of an update into prefix trees of limited size, and make the tensors that the loss needs.
 
-A pack is one pass through the model: a `PrefixTree`, in which a shared prefix is computed once. `make_microbatches`
-adds what the loss needs for the trained tokens.
+A pack is one pass through the model: a `PrefixTree`, in which a shared prefix is computed once. A `Microbatch` is a
+pack with the tensors for its trained tokens.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def pack_for_processes(sequences: Sequence[Ids], max_tokens: int, processes: int
 
 
 def assign_to_processes(costs: Sequence[int], processes: int) -> list[list[int]]:
-    """Distribute passes of these costs over processes; return for each process the indices of its passes.
+    """Distribute passes over processes, and return for each process the indices of its passes.
 
-    The passes are taken in order of falling cost, and each goes to the process with the least cost so far. The result
-    is deterministic, so that all processes compute the same assignment.
+    `costs`: the cost of each pass. The passes are taken in order of falling cost, and each goes to the process with the
+    least cost so far. The result is deterministic, so that all processes compute the same assignment.
     """
     assigned: list[list[int]] = [[] for _ in range(processes)]
     loads = [0] * processes

@@ -3,7 +3,7 @@
 A `PrefixTree` has one node for each distinct prefix of its sequences, with the last token of that prefix. The nodes are
 in preorder: a node comes before its descendants, which are contiguous. So node k is an ancestor of node q (or q itself)
 exactly if k <= q < ends[k]. This condition is the whole attention mask; the position id of a node is its depth. At each
-node a causal model computes the same values as at that position of every sequence through the node.
+node, a causal model computes the same values as at the same position of any sequence that contains the node.
 
 `packing.py` groups the sequences of an update into trees. `tree_attention` works for Transformers decoders that take
 `position_ids` and read the past only by attention: a sliding window or a recurrent layer would read neighbours in the
@@ -49,7 +49,7 @@ class Targets:
     """The m tokens of a tree that enter the loss, sequence by sequence, and where their logits are.
 
     A model needs to compute logits only at the nodes `rows` [r] (ascending). `row_of` [m] is the index in `rows` of the
-    logits that predict each target; `sequences` [m] and `offsets` [m] say which token of which sequence it is.
+    logits that predict each target; `sequences` [m] and `offsets` [m] say which token of which sequence each target is.
     """
 
     token_ids: IntArray
@@ -133,7 +133,7 @@ def find_targets(tree: PrefixTree, masks: Sequence[npt.NDArray[np.integer] | Boo
 
 @dataclass(frozen=True, slots=True)
 class TemperatureScores:
-    """Logits for the targets that share one temperature, divided by it."""
+    """The targets that share one temperature, and the logits for them, divided by this temperature."""
 
     targets: Tensor
     """int64 [k]: indices of the targets."""
@@ -180,7 +180,7 @@ ATTENTION_NAME = "polar_tree"
 
 @dataclass(frozen=True, slots=True)
 class TreeSegment:
-    """Nodes [start, stop), each the parent of the next.
+    """A chain of nodes [start, stop) in a tree: each node is the parent of the next.
 
     `visible`, int64: the ancestors of node `start`, then the nodes themselves.
     """
