@@ -189,7 +189,7 @@ class Answer:
 class Encoder(ABC):
     """Encodes the answer to one HTTP request.
 
-    A Completions body with several prompts makes several engine requests. `request_index` is the position of the
+    A Completions body with several prompts makes several engine requests. `request_index` is the position of the engine
     request that an event belongs to.
     """
 
@@ -246,7 +246,7 @@ class ParsedRequest:
     own_encoder: Callable[..., Encoder] | None = field(default=None, compare=False, repr=False)
     """The encoder for an answer by Polar itself, if `encoder` only forwards a provider's bytes."""
     missing_history: bool = False
-    """The request continues a conversation that only the provider has, so `messages` lacks its beginning."""
+    """True if only the provider has the beginning of the conversation, so that `messages` lacks it."""
     provider_conversation: str | None = None
     """See `CallRecord.provider_conversation`."""
 
@@ -324,7 +324,7 @@ class Dialect(ABC):
     ) -> tuple[ConversationItem, ...]:
         """Return what an answered call adds to its conversation: its own input and its answer.
 
-        `known`: the number of items that the conversation already had. The input of `parsed` begins with them.
+        `known`: the number of items that the conversation already had. The input of `parsed` begins with these items.
         """
         raise NotImplementedError(f"the dialect {self.name} does not support conversations")
 
@@ -351,7 +351,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def client_options(self, params: Json) -> ClientOptions:
-        """Return the options of a request that only hosted models know. `params`: the stored fields of the request's
+        """Return the request's options that only hosted models understand. `params`: the stored fields of the request's
         body."""
 
     @abstractmethod

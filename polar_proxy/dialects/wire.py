@@ -60,7 +60,7 @@ def seal(text: str) -> str:
 def unseal(value: object) -> str | None:
     """Undo `seal`. Return None for any other value, such as another provider's signature or a damaged string.
 
-    The URL-safe alphabet and padding are accepted, because SDKs encode the bytes again.
+    URL-safe base64 and padding are accepted, because SDKs encode the bytes again.
     """
     if not isinstance(value, str):
         return None

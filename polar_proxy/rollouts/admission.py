@@ -6,7 +6,7 @@ Promises:
   inside, frees its place;
 * rollouts of a group that already has a rollout inside enter first, because they share the engine's prefix cache; then
   those of the job with the fewest rollouts inside; then the rollout that has waited longest;
-* no agent starts while the engine does not respond, for up to `engine_patience` seconds;
+* while the engine does not respond, no agent starts for up to `engine_patience` seconds;
 * while there is too little memory or the engine is busy, a rollout enters only if no other rollout is at work. A single
   rollout is never kept waiting for these two reasons, so that work never stops for good.
 """
@@ -61,7 +61,7 @@ class ServiceLimits:
     lease_seconds: float = 30.0
     """A worker without a heartbeat for this long loses its claims."""
     poll_seconds: float = 0.5
-    """How often the queue is read, and how soon a cancellation by another process is noticed."""
+    """Interval in seconds at which the queue is read. A cancellation by another process is noticed within this time."""
     backlog: int | None = None
     """Start no new rollouts while this many finished groups wait for the trainer; None: no limit."""
     pool_size: int = 4
@@ -178,7 +178,7 @@ class StageLimiter:
 
     @contextlib.asynccontextmanager
     async def enter(self, request: AdmissionRequest) -> AsyncIterator[None]:
-        """Wait for a place and keep it until the block ends."""
+        """Wait until the rollout may enter the stage. The rollout leaves the stage when the block ends."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         waiting = WaitingRequest(request, self._next_number, loop.create_future())

@@ -2,8 +2,8 @@
 
 Before the agent starts, `save_base` copies the workspace's files into a repository of Polar's own on this machine.
 After the agent ended and its processes were killed, `read_patch` lists the workspace from outside (`sandboxes.tree`),
-writes what differs into that repository and lets the clean git of this machine make the diff. No program,
-configuration or repository that the agent could change takes part. Files are compared byte by byte, without conversion
+writes what differs into that repository, and lets this machine's git make the diff. No program, configuration or
+repository that the agent could change takes part (`clean_git.py`). Files are compared byte by byte, without conversion
 of line ends.
 
 The patch covers every file of the base, and every new file that git would not ignore. With `Environment.snapshot`,
@@ -142,7 +142,7 @@ def _ignore_files(tree: SandboxTree, base: BaseTree, before: Mapping[bytes, Base
     """Return path and content of each .gitignore file, except links and large files. Raises `TreeTooLarge`."""
     paths = [path for path in tree.entries if _is_ignore_file(path, tree)]
     if sum(tree.entries[path].size for path in paths) > _ALL_IGNORE_FILES_BYTES:
-        raise TreeTooLarge(f"the .gitignore files have more than {_ALL_IGNORE_FILES_BYTES >> 20} MiB")
+        raise TreeTooLarge(f"the .gitignore files have more than {_ALL_IGNORE_FILES_BYTES >> 20} MiB in total")
     rules = {path: tree.read(path) for path in paths}
     if b".gitignore" in before and not tree.covers(b".gitignore"):  # unchanged, so it was not read
         rules[b".gitignore"] = run_clean_git("cat-file", "blob", before[b".gitignore"].blob, repository=base.repository)
@@ -189,7 +189,7 @@ def _changes(
             continue
         changed_bytes += entry.size
         if changed_bytes > _CHANGED_BYTES:
-            raise TreeTooLarge(f"the files that were added or changed have more than {_CHANGED_BYTES >> 20} MiB")
+            raise TreeTooLarge(f"the added and changed files have more than {_CHANGED_BYTES >> 20} MiB in total")
         changes[path] = (entry.mode, tree.read(path))
     changes |= dict.fromkeys(path for path in before if path not in tree.entries and tree.covers(path))
     return changes

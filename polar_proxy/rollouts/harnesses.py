@@ -38,8 +38,9 @@ class HarnessInstaller:
     def __init__(
         self, cache: Path, note: Callable[[str], None] = lambda line: None, code: AllowedCode = NO_CODE
     ) -> None:
-        """`cache` holds the installed agents, one per version, for all processes of this machine, and the definition
-        files of agents that the user has added. `code` has the adapters that are not Polar's own."""
+        """`cache` is a folder that all processes of this machine share. It has the installed agents, one per version,
+        and the definition files of agents that the user has added. `code` lists the Python adapters that may be used
+        besides Polar's own."""
         self.folder = cache
         self._code = code
         self._note = note
@@ -92,7 +93,7 @@ def _find_adapter(name: str, folder: Path | None, code: AllowedCode) -> tuple[Ha
 
 @dataclass(slots=True)
 class PrebuiltImageCounts:
-    """Images that existed and images that were built, for the metrics."""
+    """Counts of the images that existed already and of the images that were built, for the metrics."""
 
     found: int = 0
     made: int = 0

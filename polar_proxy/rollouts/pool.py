@@ -113,7 +113,8 @@ class SandboxPool:
     def expect(self, kind: SandboxKind, spec: SandboxSpec) -> None:
         """Fill the pool with sandboxes of this specification, because one will be taken soon.
 
-        In a full pool they replace the sandboxes of other specifications that have waited longest."""
+        If the pool is full, the new sandboxes replace sandboxes of other specifications: the ones that have waited
+        longest."""
         self._fill(_key(kind, spec), kind, spec, asyncio.get_running_loop().time())
 
     def _fill(self, key: Hashable, kind: SandboxKind, spec: SandboxSpec, requested_at: float) -> None:
@@ -128,9 +129,9 @@ class SandboxPool:
     def _target(self, key: Hashable, requested_at: float) -> int:
         """Return how many sandboxes of this specification should wait: as many as are taken while one opens.
 
-        Source: Little's law. The period that counts begins one opening time before `requested_at`, the time of the
-        current request. A period that begins one opening time before now would be too short, because the current
-        request may have waited for its sandbox."""
+        Source: Little's law. Every request since one opening time before `requested_at` (the time of the current
+        request) counts. Counting from one opening time before now would miss some, because the current request may have
+        waited for its sandbox."""
         demand = self._demand(key)
         since = requested_at - demand.opening
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))

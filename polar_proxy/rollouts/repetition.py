@@ -25,7 +25,8 @@ class Original:
     task: Task
 
     def job_options(self, given: Mapping[str, object]) -> Json:
-        """Return the fields of a `JobSpec` that repeats the rollout. `given`: the options that replace its own.
+        """Return the fields of a `JobSpec` that repeats the rollout. `given`: the options that replace the rollout's
+        own.
 
         Raises UsageError if the rollout's agent is a command or Python code and `given` has no `harness`, because a
         stored row must not decide which code this machine runs.

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 AttemptFunction = Callable[[Claim], Awaitable[None]]
 """Runs one attempt to a final status in the store (`AttemptRunner.run`). Raises InfrastructureError to ask for another
-attempt, and UnsafeSandboxError if this machine must make none.
+attempt, and UnsafeSandboxError if this machine must make no more attempts.
 
 If it is cancelled, it removes everything except its records and raises CancelledError. The worker then records the
 status, because it knows why the attempt was cancelled."""
@@ -62,8 +62,9 @@ class Worker:
         job_id: str | None = None,
     ) -> None:
         """`policy_version` is called before every claim. `on_release` is called with a rollout's id when its attempt
-        has ended, `on_end` with this id after the end of the attempt was recorded. `on_settled` is called with the id
-        of each group that has ended.
+        has ended. `on_end` is called with this id when the worker is finished with the attempt. By then the end of the
+        attempt is recorded, unless the claim was lost or the store failed. `on_settled` is called with the id of each
+        group that has ended.
 
         With `job_id` the worker claims only rollouts of that job; with "" it claims nothing until `work_on` names a
         job. Without `job_id` it claims rollouts of all jobs, except the jobs of `polar run`, which only their own

@@ -208,7 +208,8 @@ async def _delete_config_sections(sandbox: Sandbox) -> None:
 
 
 async def _check_all_reachable(sandbox: Sandbox) -> None:
-    """Raise `WorkspaceError` if some object cannot be reached from the branch."""
+    """Raise `WorkspaceError` if an object cannot be reached from the branch, or if the index differs from the last
+    commit."""
     counted = (await git(sandbox, "count-objects", "-v")).decode().split("\n")
     present = sum(int(line.partition(": ")[2]) for line in counted if line.startswith(("count:", "in-pack:")))
     reachable = int((await git(sandbox, "rev-list", "--objects", "--all", "--count", seconds=_REPACK_SECONDS)).decode())

@@ -53,7 +53,7 @@ class StoredUsage(Protocol):
 
 
 class BudgetUsage:
-    """The use of one session's budget, as its gateway knows it. Without limits, nothing is ever spent."""
+    """The use of one session's budget, as its gateway knows it. A session without limits never spends its budget."""
 
     def __init__(self, policy: Json) -> None:
         """`policy`: the session's policy, which holds the limits (`SessionBudget.as_policy`)."""
@@ -61,11 +61,11 @@ class BudgetUsage:
         self.limits = SessionBudget(**given)
         self.limited = bool(given)
         self.spent: str | None = None
-        """The name of the limit that was reached first; None while calls are answered."""
+        """The name of the limit that was reached first; None until a limit is reached."""
         self.stored = False
         """Whether `spent` has been written to the store."""
         self.repeats = 0
-        """The largest number of equal calls so far."""
+        """The largest `CallIndex.repeats` of a call so far."""
         self._calls = 0
         self._pending = 0
         """Calls that have begun and are not counted in `_calls` yet."""
@@ -76,8 +76,8 @@ class BudgetUsage:
         self._final_answers = 0
 
     def load(self, row: StoredUsage) -> None:
-        """Take over the store's counts. They may include calls of other gateways, and lack the latest calls of this
-        one."""
+        """Take over the store's counts where they are larger. The store also counts the calls of other gateways, but
+        may lack the latest calls of this gateway."""
         self._calls = max(self._calls, row.calls)
         self._prompt_tokens = max(self._prompt_tokens, row.prompt_tokens)
         self._sampled_tokens = max(self._sampled_tokens, row.completion_tokens)
@@ -159,18 +159,19 @@ class BudgetUsage:
 
 @dataclass(slots=True)
 class Reservation:
-    """The calls of one request, reserved in the budget. Leaving the `with` block undoes the reservation of those that
-    were not counted."""
+    """The calls of one request, reserved in the budget. Leaving the `with` block releases the calls that were not
+    counted."""
 
     usage: BudgetUsage
     calls: int
     refusal: BudgetSpentError | None = None
-    """The error for the agent if the budget is spent; None if the calls may begin, or get a final answer."""
+    """The error for the agent if the calls are refused; None if they may begin or get a final answer."""
     final_answer: str | None = None
-    """The text that Polar answers with in place of the model if the budget is spent; None if the model answers."""
+    """Polar's answer in place of the model's if the budget is spent; None if the model answers or the calls are
+    refused."""
 
     def count(self, prompt_tokens: int, sampled_tokens: int, ended_at: float, price_usd: float | None = None) -> None:
-        """Count one call that has ended, in place of its reservation. `price_usd`: None if it is not known."""
+        """Count one call that has ended, and release its reservation. `price_usd`: None if the price is not known."""
         self.usage.count(prompt_tokens, sampled_tokens, ended_at, price_usd or 0.0)
         if self.calls:
             self.usage.release(1)

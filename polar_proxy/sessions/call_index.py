@@ -88,8 +88,9 @@ class CallIndex:
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """Answers by the key of all assistant turns up to the answer."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
-    """Calls by the digest of their answer with the message before it. If the answer alone identifies its call, because
-    it is long or has tool calls, the key (digest of the answer, ids of its tool calls) also finds the call."""
+    """Calls by the digest of their answer together with the message before the answer. A call whose answer is long or
+    has tool calls is also found by the key (digest of the answer, ids of its tool calls), because such an answer alone
+    identifies its call."""
     threads: dict[str, CallNode] = field(default_factory=dict)
     """The newest call of each of the harness's own threads."""
     newest: CallNode | None = None
@@ -131,8 +132,8 @@ class CallIndex:
     def repeats(self, node: CallNode) -> int:
         """Return how often an answered call was repeated, itself included.
 
-        This is the larger of two numbers: the answered calls with the same request, and the consecutive calls, up to
-        this one, with the same answer.
+        This is the larger of two numbers: how many answered calls have the same request, and how many consecutive
+        calls, up to this one, have the same answer.
         """
         same_request = sum(other.state in ANSWERED for other in self.asked[node.asked])
         same_answer, here = 1, node
@@ -150,7 +151,8 @@ def _answer_digest(node: CallNode) -> bytes | None:
 
 
 def fingerprint_of(node: CallNode) -> Json:
-    """Return the JSON from which the call is indexed again: keys as hex, and short quotes of its texts."""
+    """Return the JSON that is stored with a call to index it again after a restart: keys as hex, and short quotes of
+    the call's texts."""
     fingerprint: Json = {
         "form": _FINGERPRINT_FORM,
         "asked": node.asked.hex(),

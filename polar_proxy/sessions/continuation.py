@@ -86,7 +86,7 @@ PromptReason = Literal[
     "engine_failed",  # the engine did not answer when asked to render
     "off",  # the setting `prompt_mode` is `render`
 ]
-"""Why a prompt was not continued from its base's tokens."""
+"""Why the engine renders a prompt, instead of continuing the exact tokens of an earlier call (the base)."""
 
 PastReasoning = Literal["keep", "strip"]
 
@@ -99,11 +99,11 @@ class PromptPlan:
     """The prompt of a call, or the reason why the engine renders it."""
 
     prompt: ExactPrompt | None = None
-    """The prompt that the engine samples from. None: it renders the request."""
+    """The prompt that the engine samples from; None if the engine renders the request itself."""
     reason: PromptReason | None = None
     """Why the prompt is not continued."""
     past_reasoning: PastReasoning | None = None
-    """The setting `past_reasoning` with which the prompt was made; None if it could have no effect."""
+    """The setting `past_reasoning` with which the prompt was made; None if the setting could have no effect."""
     config: PromptConfig | None = None
     """Digests of the request's tools and template options; None for a raw prompt."""
     under_grammar: bool = False
@@ -147,7 +147,7 @@ class PromptBuilder:
         self._thread = thread
         self._marker = Marker()
         self._marking = MARKINGS[0]
-        """The marking that fitted last. It is tried first."""
+        """The marking that worked for the last request. It is tried first for the next request."""
         self._stop_texts: dict[int, str] = {}
 
     async def build(
@@ -250,7 +250,7 @@ class PromptBuilder:
     async def _suffix(
         self, request: ChatRequest, base: Base, sampled_stop: int | None, session: SessionState
     ) -> tuple[str, list[int]]:
-        """Return the rendering of the request and the ids after the base's answer.
+        """Return the rendering of the request, and the token ids that follow the base's answer.
 
         `sampled_stop` is the token that ended the answer; None if the answer was cut. Raises _NotContinued.
         """

@@ -26,9 +26,9 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""After each of the first messages of an assistant turn, up to this number, the turn so far is hashed as one merged
-message. So the turn so far has the same key as in a separate request that ends there. Doing this after every message of
-a long turn would take quadratic time."""
+"""For this many messages at the beginning of an assistant turn, the turn up to each message is hashed as one merged
+message. A separate request that ends with this message has the same key. Merging after every message of a long turn
+would take quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""
@@ -51,9 +51,10 @@ class Normaliser:
     """The harnesses, with their versions, in which this difference was observed."""
     roles: frozenset[str] = frozenset()
     guard: str = ""
-    """Only texts with this string are searched for the pattern, which takes longer than the search for the string."""
+    """A text without this string is not searched for `pattern`, because the search for `pattern` takes longer."""
     pattern: re.Pattern[str] | None = None
-    """Must take linear time for any text: clients write the texts, and all other calls wait during the search."""
+    """A search for the pattern must take linear time in any text: clients write the texts, and all other calls wait
+    during the search."""
     replacement: str | Callable[[re.Match[str]], str] = ""
 
 
@@ -195,14 +196,15 @@ class HashChain:
 
 @dataclass(frozen=True, slots=True)
 class HashedConversation:
-    """A conversation with its keys, so that a longer one need not be hashed from its beginning."""
+    """A conversation and its keys. A longer conversation that begins with the same messages reuses these keys."""
 
     messages: tuple[Message, ...]
     chain: HashChain
 
 
 class MessageHasher:
-    """Hashes messages under all normalisers but those in `off`. Raises UsageError for an unknown name."""
+    """Hashes messages with all normalisers except the ones named in `off`. Raises UsageError if `off` has an unknown
+    name."""
 
     def __init__(self, off: Iterable[str] = ()) -> None:
         names = {item.name for item in NORMALISERS}
@@ -382,7 +384,7 @@ def _link(key: bytes, digest: bytes) -> bytes:
 
 
 def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> int:
-    """Return how many first messages are the same objects in both, rounded down to the beginning of a turn.
+    """Return how many messages at the beginning of both are the same objects, rounded down to the beginning of a turn.
 
     Hashing can start at the beginning of an assistant turn, because messages before it are neither merged nor compared
     with later ones.

@@ -31,7 +31,7 @@ class ClientMetadata:
     parent_thread: str | None = None
     """The thread that started this one."""
     subagent: str | None = None
-    """The kind of sub-agent, if one makes the call."""
+    """The kind of sub-agent that makes the call; None if the call is not known to come from a sub-agent."""
     request: str | None = None
     """The harness's own name for the request, such as `compaction`."""
 
@@ -86,7 +86,7 @@ def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) 
 
 
 def read_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the beta features of a provider that the client asks for, each as `header: feature`."""
+    """Return the beta features that the client asks its provider for, each as `header: feature`."""
     named = [(header, beta.strip()) for header in _BETA_HEADERS for beta in headers.get(header, "").split(",")]
     return tuple(f"{header}: {beta[:_MAX_LENGTH]}" for header, beta in named[:_MOST_BETAS] if beta)
 
@@ -135,9 +135,10 @@ def hash_key(key: str) -> bytes:
 
 
 def key_of_request(headers: Mapping[str, str], query_key: str | None) -> str | None:
-    """Return the API key of a request: the first that it has in Authorization, x-api-key, x-goog-api-key or ?key=.
+    """Return the API key of a request; None if it has none.
 
-    `headers` are by lower-case name.
+    The key is in Authorization, x-api-key, x-goog-api-key or ?key=. If there are several, the first in this order
+    counts. `headers`: by lower-case name.
     """
     authorization = headers.get("authorization")
     if authorization:
@@ -147,10 +148,10 @@ def key_of_request(headers: Mapping[str, str], query_key: str | None) -> str | N
 
 
 def key_without_api_key(headers: Mapping[str, str], connection: str) -> str:
-    """Return a substitute for the key of a request without one, so that two clients do not share a session.
+    """Return a substitute key for a request without an API key, so that two clients do not share a session.
 
-    It names the thread that the client reports in a header, or else the connection. It contains a NUL, so a client
-    cannot send it in a header.
+    The substitute names the thread that the client reports in a header or, without such a header, the connection. The
+    substitute contains a NUL, so a client cannot send it in a header.
     """
     thread = _thread_of_headers(headers)
     return f"\0connection {connection}" if thread is None else f"\0thread {thread}"

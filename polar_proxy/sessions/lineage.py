@@ -1,21 +1,22 @@
 """Lineage: how a call relates to the earlier calls of its session. Pure functions that change nothing.
 
-`decide` finds the edge and the parent. The first of these that holds decides:
+`decide` finds the edge and the parent of a call. The first of these cases that applies decides:
 
-1. It repeats an earlier request: `retries`, or a second sample with the edge and parent of the earlier request.
-2. A rule recognises it as a side call.
-3. Its messages extend the messages and answer of an earlier call (`continues`), or only the messages of that call
-   (`rewinds`).
-4. Its assistant turns extend an earlier call's, but messages between them were changed: `continues`, or `compacts`
-   if old tool outputs were replaced by a short text.
-5. It extends no call. If it repeats a sampled answer or quotes a summary, it `continues` or `compacts`; otherwise it is
-   a `subagent` or a `root`.
+1. The call repeats an earlier request: it `retries` that request, or is a second sample with the edge and parent of
+   the earlier call.
+2. A rule recognises the call as a side call.
+3. The call's messages extend the messages and answer of an earlier call (`continues`), or only the messages of that
+   call (`rewinds`).
+4. The call has all assistant turns of an earlier call, but messages between them were changed: `continues`, or
+   `compacts` if old tool outputs were replaced by a short text.
+5. The call extends no earlier call. If it repeats a sampled answer or quotes a summary, it `continues` or `compacts`;
+   otherwise it is a `subagent` or a `root`.
 
 A decision is `ambiguous` if another edge or parent was possible as well. The rule that decided (of `rules.py` or
 `lineage_reasons.py`) is recorded.
 
-`find_base` finds the answer whose exact tokens the prompt may begin with. It need not be the parent's answer: the
-parent of a rewind is the call whose answer was taken back, and its base is the answer before that one.
+`find_base` finds the base: the answer whose exact tokens the prompt may begin with. The base need not be the parent's
+answer: the parent of a rewind is the call whose answer was taken back, and the base is the answer before that.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class PlacementQuery:
     now: float
 
     def same_thread(self, node: CallNode) -> bool:
-        """Return whether the call may be of the request's thread. False only if the harness named another thread."""
+        """Return whether the call `node` may belong to the request's thread. False only if the harness named different
+        threads for the two."""
         return node.client_thread is None or self.metadata.thread in (None, node.client_thread)
 
     def quoted(self, nodes: Iterable[CallNode], *kinds: QuoteKind) -> list[CallNode]:
@@ -111,7 +113,7 @@ class Decision:
 
 
 def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
-    """Return the edge and parent of a request. `window`: seconds for which an answer counts as just given."""
+    """Return the edge and parent of a request. `window`: seconds for which an answer counts as recent."""
     repeated = _repeated(index, query, window)
     if repeated is not None:
         return repeated
@@ -138,9 +140,9 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
 
 
 def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
-    """Return the earlier call with the last complete answer that the request contains; None if it contains none.
+    """Return the last answer in the request that is a complete answer of an earlier call; None if there is none.
 
-    All messages before that answer mean the same as the messages of that call.
+    All messages before this answer mean the same as the messages of that call.
     """
     keys = query.chain.keys
     for end in range(len(keys) - 1, 0, -1):
@@ -227,11 +229,12 @@ def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decisio
 def _answered_in_this_run(
     index: CallIndex, query: PlacementQuery, same: Sequence[CallNode], window: float
 ) -> CallNode | None:
-    """Return the newest of the earlier calls with the `same` request, if this request probably repeats it; else None.
+    """Return the newest of `same`, the earlier calls with the same request, if this request probably repeats it; else
+    None.
 
-    The newest must have been answered just now, none of the calls may have been continued, and the request must come
-    from the agent run that made them. That is certain if it contains tool call ids, because two runs never have the
-    same ids. Without ids, the request must have an assistant turn, and the session only one thread.
+    Three conditions must hold. The newest call ended less than `window` seconds ago. None of the calls was continued.
+    The request comes from the agent run that made the calls: either it contains tool call ids, which no two runs share,
+    or it has an assistant turn and the session has only one thread.
     """
     turns = query.chain.turns
     in_one_run = any(turn.ids for turn in turns) or (turns and _single_thread(index))
@@ -286,9 +289,9 @@ def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
 
 
 def _summary_follows(query: PlacementQuery, same: int) -> bool:
-    """Return whether one of the three messages after the first `same` ones marks the summary of a compaction.
+    """Return whether one of the three messages that follow the first `same` messages marks the summary of a compaction.
 
-    It need not be the first of them: Codex puts the user's messages before a summary.
+    The mark need not be in the first of the three: Codex puts the user's messages before a summary.
     """
     following = RequestTexts.of(query.messages[same : same + 3], None)
     return rules.match(rules.COMPACTED, following, query.metadata) is not None
@@ -337,7 +340,8 @@ def _rewritten(
 ) -> Decision:
     """Return the decision for a request that has all assistant turns of an earlier call, but not all of its messages.
 
-    `found`: the calls with these turns. `turn`: the last of the turns. `same`: how many first messages are equal.
+    `found`: the calls with these turns. `turn`: the last of the turns. `same`: how many messages at the beginning are
+    equal.
     """
     parent, sure = choose_parent(found, query, turn.end)
     changed = query.messages[same : turn.end]
@@ -433,7 +437,7 @@ def _after_sampled_turn(index: CallIndex, query: PlacementQuery) -> Decision | N
 
 
 def _misses_turns(index: CallIndex, node: CallNode, turns: Collection[bytes]) -> bool:
-    """Return whether an earlier answer of the conversation that `node` continues is missing from `turns` (digests)."""
+    """Return whether the conversation that `node` continues has an earlier answer that is not in `turns` (digests)."""
     parent = index.by_id.get(node.parent_call_id or "")
     while parent is not None and node.edge in ("continues", "retries", "rewinds"):
         if node.edge == "continues" and not any(answer.turn.digest in turns for answer in parent.answers):
@@ -464,9 +468,9 @@ def _is_new_subagent(index: CallIndex, query: PlacementQuery) -> bool:
 
 
 def _thread_parent(index: CallIndex, query: PlacementQuery) -> CallNode | None:
-    """Return the newest call of the thread that the request names; without such a call, the session's newest call.
+    """Return the newest call of the thread that the request names.
 
-    Return None if the session's newest call belongs to another named thread.
+    If that thread has no call, return the session's newest call, or None if it belongs to another named thread.
     """
     named = index.threads.get(query.metadata.thread or "")
     newest = index.newest

@@ -63,7 +63,7 @@ WRITTEN_STOPS = {
 """Sampled stop token -> the token that templates write instead of it after a past answer, and the reason."""
 
 _JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?', re.DOTALL)
-"""A string in valid JSON text; the second group is there if it is a key."""
+"""Matches a string in valid JSON text. The second group matches only if the string is a key."""
 
 Problem = Literal["answer_not_found", "no_end_of_turn", "other_end_of_turn", "message_lost", "history_changed"]
 
@@ -79,8 +79,8 @@ class RenderingError(Exception):
 class Marking(NamedTuple):
     """The positions in the messages at which marks are put.
 
-    Several markings are tried, because a mark may hide the beginning or the end of a text from a template that looks
-    there, such as for a flag in the system message.
+    Several markings are tried. A template may look for something at the beginning or the end of a text, such as a flag
+    in the system message, and a mark there would hide it.
     """
 
     before: bool
@@ -88,7 +88,7 @@ class Marking(NamedTuple):
     after: bool
     """Put a mark after the text of messages that are not answers."""
     before_answers: bool
-    """Put a mark before the text of answers, too. There is always one after it."""
+    """Put a mark before the text of answers, too. There is always a mark after the text of an answer."""
     empty_answers: bool
     """Mark answers without text too, for templates that show no tool calls."""
 

@@ -64,7 +64,8 @@ class SessionRegistry:
         return len(self._by_id)
 
     async def find(self, key: str | None, path_key: str | None, *, inside_sandbox: bool = False) -> SessionState:
-        """Return the session of a key: of `path_key` (from the URL's path) if given, else of `key` (headers or query).
+        """Return the session of `path_key` (from the URL's path) or, if it is None, of `key` (from the headers or the
+        query).
 
         Raises RequestError 401 for an unknown key if the gateway requires known keys. A request from inside a sandbox
         always needs a known key: an agent there has its rollout's key and needs no other.
@@ -201,7 +202,7 @@ class SessionRegistry:
         return session
 
     def _add_key(self, session: SessionState, digest: bytes) -> None:
-        """Add the hash of a key by which `find` returns the session."""
+        """Add the hash of a key, so that `find` returns this session for the key."""
         self._by_hash[digest] = session
         session.key_hashes.add(digest)
         self._use(session)
@@ -267,10 +268,10 @@ class SessionRegistry:
         return session.lost if session else 0
 
     def refusal(self, session_id: str) -> str | None:
-        """Return why the session's last call could not be recorded, or None.
+        """Return why the session's last call could not be recorded; None if it was recorded.
 
-        None also if the session is not in memory, or answers calls that cannot be recorded (`record_required` is
-        False)."""
+        Also None if the session is not in memory, or if it answers calls even if they cannot be recorded
+        (`record_required` is False)."""
         session = self._by_id.get(session_id)
         return session.refusal if session else None
 
@@ -282,7 +283,7 @@ class SessionRegistry:
                 await session.idle.wait()
 
     def forget(self, session_id: str) -> None:
-        """Drop a finished session from memory. Its next request looks the key up again, and fails if it was closed."""
+        """Drop a session from memory. Its next request looks the key up again, and fails if the session was closed."""
         session = self._by_id.pop(session_id, None)
         if session is not None:
             session.drop_cached()
@@ -318,5 +319,5 @@ def _digest(key: str | None, path_key: str | None) -> bytes:
 
 
 def _given(key: str | None, path_key: str | None) -> str:
-    """Return the key of a request: the one in the URL's path, else the one in the headers."""
+    """Return the key of a request: the key in the URL's path, else the key in the headers or the query; else empty."""
     return path_key if path_key is not None else (key or "")

@@ -187,7 +187,7 @@ class SessionState:
         rollout_id: str | None = None,
         label: str | None = None,
     ) -> None:
-        """`window`: seconds for which an answer counts as just given. `record_required`: refuse calls that cannot be
+        """`window`: seconds for which an answer counts as recent. `record_required`: refuse calls that cannot be
         recorded, instead of answering and losing them. `rollout_id`: the rollout that the session records."""
         self.session_id = session_id
         self.rollout_id = rollout_id
@@ -203,7 +203,7 @@ class SessionState:
         self.used_at = time.monotonic()
         """When a request last used this session, by the monotonic clock."""
         self.key_hashes: set[bytes] = set()
-        """The hashes of the keys that find this session in the gateway's memory."""
+        """The hashes of all keys by which the gateway finds this session in memory."""
         self.counted_calls = 0
         """The `weight` that the registry has counted for this session."""
         self.requests = 0
@@ -214,14 +214,15 @@ class SessionState:
         """Set while `in_flight` is 0."""
         self.idle.set()
         self.parsing = asyncio.Lock()
-        """Held while a request of the session is parsed."""
+        """Lock that is held while a request of the session is parsed."""
         self.parsing_large = asyncio.Lock()
-        """Held in place of `parsing` while a large request of the session is parsed (see `request_reader`)."""
+        """Lock that is held in place of `parsing` while a large request of the session is parsed (see
+        `request_reader`)."""
         self.lost = 0
         """Number of calls that were answered but could not be committed. If there are any, the session is incomplete
         and not trained on."""
         self.unstored_key: bytes | None = None
-        """The hash of the key, while the session itself is not stored yet."""
+        """The hash of the session's key until the session is stored; None for a stored session."""
         self.refusal: str | None = None
         """Why the last call could not be recorded. This call was refused, or broken off if its answer had begun."""
         self.ended = False
@@ -334,7 +335,7 @@ class SessionState:
         self._cache.put(("unrecorded", record.call_id), UnrecordedCall(record))
 
     def withdraw(self, call_id: str) -> None:
-        """Remove a call that was placed and is not answered."""
+        """Remove a placed call from the index, so that no later call is joined to it."""
         nodes = [node for node in self._index.by_id.values() if node.call_id != call_id]
         self._index = CallIndex()
         for node in nodes:
@@ -370,7 +371,7 @@ class SessionState:
         """Add stored calls, in the order in which they started. Calls that are known already are skipped.
 
         Calls that were stored with other normalisers (setting `gateway.normalisers_off`) are added too. Later requests
-        may match single answers of them, but not whole conversations.
+        may match single answers of these calls, but not their whole conversations.
         """
         for row in calls:
             node = node_from_store(row)
@@ -405,7 +406,7 @@ class SessionState:
         self._cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
 
     def drop_cached(self) -> None:
-        """Drop what the cache holds of this session, because it gets no more calls."""
+        """Drop all that the cache holds of this session, because the session is dropped from memory."""
         self._cache.pop(self.session_id, None)
         self._cache.pop(("marked", self.session_id), None)
         for node in self._index.by_id.values():

@@ -1,21 +1,19 @@
 """Google's contents as Polar's messages. Source: https://ai.google.dev/api/caching#Content
 
-The model reads:
-
-* `systemInstruction` as the system message.
-* Consecutive `model` contents as one assistant message, because SDKs keep each chunk of a streamed answer as a content.
-  Text parts are joined without a separator. Reasoning is restored from Polar's thought signatures, or from thought
-  text if the client kept it; signatures of other providers are ignored.
-* A `functionResponse` as a tool message. Its id says which tool call it answers; without an id, it answers a call in
-  the model's last turn: the first call of that name without a result. Its text is the string in `output` or `result` if
-  `response` has no other field, else the JSON of `response` (an `error` keeps its key, so that the model sees the
+* `systemInstruction` becomes the system message.
+* Consecutive `model` contents become one assistant message, because SDKs keep each chunk of a streamed answer as a
+  content. Text parts are joined without a separator. Reasoning is restored from Polar's thought signatures, or from
+  thought text if the client kept it; signatures of other providers are ignored.
+* A `functionResponse` becomes a tool message. Its id says which tool call it answers; without an id, it answers a call
+  in the model's last turn: the first call of that name without a result. Its text is the string in `output` or `result`
+  if `response` has no other field, else the JSON of `response` (an `error` keeps its key, so that the model sees the
   failure).
-* A `functionResponse` inside a `model` content ends the assistant message before it; what follows begins another one.
-* First the tool results of a content, directly after the tool calls; then its other parts (images, text), as a user
-  message.
-* A repeated result only once (Gemini CLI repeats results when it resumes). A second result for one id with different
-  text is kept, because Polar cannot decide which one is right.
-* Ids of tool calls as the engine gave them, without the prefix `{name}__` that Gemini CLI adds.
+* A `functionResponse` inside a `model` content ends the assistant message before it; a new one begins after it.
+* The tool results of a content come first, directly after the tool calls; its other parts (images, text) follow as a
+  user message.
+* A repeated result is dropped (Gemini CLI repeats results when it resumes). A second result for one id with different
+  text is kept, because Polar cannot decide which result is right.
+* Tool calls have the ids that the engine gave them, without the prefix `{name}__` that Gemini CLI adds.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _ROUTE = re.compile(
 _CONFIG = "generationConfig"
 _ENUM = "text/x.enum"
 _SEPARATE = ("contents", "systemInstruction", "tools")
-"""The fields that are not stored with the parameters."""
+"""Fields of the body that are stored apart from the others."""
 
 
 class GoogleGenerateContent(Dialect):
@@ -168,7 +168,8 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _chat_request(model: str, fields: GenerateContentRequest) -> ChatRequest:
-    """Convert a request. Raises RequestError. Safety settings and labels are tolerated: they have no effect here."""
+    """Convert Google's fields to a chat request. Raises RequestError. Safety settings and labels are tolerated: they
+    have no effect here."""
     if fields.cached_content is not None:
         raise unsupported("cachedContent", "send the contents themselves; repeated prefixes are cached anyway")
     if not fields.contents:

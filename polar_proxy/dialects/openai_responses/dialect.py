@@ -1,8 +1,8 @@
 """OpenAI Responses. Source: https://platform.openai.com/docs/api-reference/responses
 
-Modules for the request: `tools` (the functions offered for the client's tools), `references` and `input` (items to
-messages). For the response: `items` (answer to items, ids), `encoder` (the response object and the event stream) and
-`stored` (the same two, made from the record).
+Modules for the request: `tools` (the functions offered for the client's tools), `references` (ids to items) and
+`input` (items to messages). Modules for the response: `items` (answer to items, ids of items), `encoder` (the response
+object and the event stream of a new answer) and `stored` (the object and the stream of a recorded answer).
 
 A body may refer to a response (`previous_response_id`) or to items by id. Before the body is parsed, `references`
 replaces these ids by the items, so the new call is recorded with its whole input. Every call is recorded. A call with

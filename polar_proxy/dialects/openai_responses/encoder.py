@@ -10,8 +10,8 @@ when they are complete, and so are calls of custom tools whose arguments do not 
 other custom calls is decoded as it arrives; if the complete arguments turn out not to have the form `{"input": text}`,
 the `done` event and the item hold the argument string instead.
 
-A delta has the log-probabilities of the engine's event that brought its text; the `done` event has those of the whole
-text.
+A delta has the log-probabilities of the engine's event that brought its text; the `done` event has the
+log-probabilities of the whole text.
 """
 
 from __future__ import annotations
@@ -399,7 +399,7 @@ def _streamed_event(kind: str, suffix: str) -> str:
 
 def _message_logprobs(choice: AnswerChoice, text: str) -> list[Json]:
     """Return the log-probabilities of the tokens that spell a message. If the message is not found in the tokens,
-    return those of all tokens."""
+    return the log-probabilities of all tokens."""
     joined, reasoning = "".join(choice.tokens), "".join(choice.reasoning)
     start = joined.find(text, max(0, joined.find(reasoning)) + len(reasoning) if reasoning else 0)
     if start < 0 or not text:

@@ -45,7 +45,7 @@ def referenced_conversation(body: Json) -> str | None:
     if value is None:
         return None
     if body.get("previous_response_id") is not None:
-        problem = "it cannot be combined with 'conversation', because each of them begins the input"
+        problem = "it cannot be combined with 'conversation'; send only one of the two"
         raise invalid("previous_response_id", problem)
     identity = value.get("id") if isinstance(value, dict) else value
     if not isinstance(identity, str):
@@ -56,8 +56,8 @@ def referenced_conversation(body: Json) -> str | None:
 def find_references(body: Json) -> References:
     """Return the ids of the calls that a body refers to.
 
-    Raises RequestError for a reference whose id contains no call id. If the body names a conversation, such an id is
-    accepted for an item, because the client may have given it to an item of the conversation.
+    Raises RequestError for a reference whose id contains no call id. If the body names a conversation, an item's id
+    need not contain a call id, because the client may have chosen the ids of items in the conversation.
     """
     items = input_items(body.get("input"))
     calls: set[str] = set()

@@ -69,7 +69,7 @@ def recorded_answer(call: CallRecord) -> Answer:
 
 
 def listed_input(call: CallRecord) -> list[Json]:
-    """Return the items that a response was generated from, in order, each with an id and as the API shows it.
+    """Return the input items of a response, in order, as the API shows them. Each has an id.
 
     Instructions are left out. An item to which the client gave no id gets one, by which later requests can refer to it.
     """

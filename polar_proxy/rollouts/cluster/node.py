@@ -202,7 +202,7 @@ def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
 def gateway_host(host: str, address: str) -> str:
     """Return the address on which a node's gateway listens.
 
-    If `host` (the setting `gateway.host`) is a loopback address, this is 127.0.0.1, otherwise the node's own
+    The address is 127.0.0.1 if `host` (the setting `gateway.host`) is a loopback address, otherwise the node's own
     `address`."""
     return "127.0.0.1" if is_loopback(host) else address
 
