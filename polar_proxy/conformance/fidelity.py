@@ -91,7 +91,8 @@ class FidelityRow:
     """Number of calls whose messages extend a recorded answer, even if their tokens do not."""
     continued: int = 0
     drifted: int = 0
-    """Number of calls whose prompt unintentionally differs from the sampled tokens. Each such call splits a trace."""
+    """Number of calls whose prompt unintentionally differs from the sampled tokens. Each such call that is trained
+    begins another trace."""
     causes: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     """Number of calls that were not continued, by reason."""
@@ -286,7 +287,7 @@ async def _run_until(enough: asyncio.Event, playing: Coroutine[Any, Any, Scenari
 async def count_tokens(row: FidelityRow, calls: Sequence[CallRecord], engine: Engine, *, score: bool) -> None:
     """Count calls, traces, drift and tokens of one session, and write the numbers to `row`.
 
-    With `score`, also let the engine score one sequence again, the one with the most trained tokens.
+    With `score`, also let the engine score one sequence again (`_score_longest`).
     """
     by_id = {call.call_id: call for call in calls}
     built = build(calls)
@@ -320,7 +321,8 @@ def _count_trained(row: FidelityRow, calls: Sequence[CallRecord], built: BuildRe
 
 
 async def _score_longest(row: FidelityRow, traces: Sequence[Trace], engine: Engine) -> None:
-    """Score the sequence with the most trained tokens again, in one teacher-forced pass, if the engine can hold it."""
+    """Let the engine score one sequence again in one teacher-forced pass: of the sequences that it can hold, the one
+    with the most trained tokens."""
     limit = min(SCORED_TOKENS, engine.info.context_length - 1)
     fitting = [trace for trace in traces if len(trace.token_ids) <= limit]
     if not fitting:
