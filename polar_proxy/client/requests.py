@@ -1,4 +1,4 @@
-"""Code of both clients without network access: typed errors, API calls as values, retries, decoding of streams.
+"""Code that both clients share, without network access: typed errors, API calls as values, retries, stream decoding.
 
 Each API method is one function from arguments to an `ApiCall` or `ApiStream`. The descriptor `api_method` turns it into
 a method of `Client` and of `AsyncClient`, so every route is written once.

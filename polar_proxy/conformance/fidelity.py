@@ -43,7 +43,7 @@ MODES: tuple[PromptMode, ...] = ("continue", "render")
 TASK = "List the files of this folder with a command, read a.txt, write notes.txt about it, and say when it is done."
 SECOND_TASK = "Now run one command that counts the words of notes.txt, and say what it printed."
 DRIFT = Scenario("drift", "some turns", ("finish",), second=("finish",))
-"""Two turns of the user, for an engine that samples its own answers: only the end of each turn is scripted."""
+"""A scenario with two turns of the user, for an engine that samples its own answers and therefore ignores the steps."""
 SCORED_TOKENS = 200_000
 """Maximum length, in tokens, of a sequence whose log-probabilities are computed again."""
 _SHOWN_TOKENS = 12

@@ -91,7 +91,7 @@ async def _check_program(sandbox: Sandbox, program: str) -> PreflightCheck:
 
 
 async def _check_start(adapter: HarnessAdapter, installed: Installation, sandbox: Sandbox) -> list[PreflightCheck]:
-    """Check that the harness prints the installed version. Return no check if the harness has no version command."""
+    """Check that the harness prints the installed version. Return an empty list if it has no version command."""
     program, root = str(installed.program), str(installed.root)
     argv = [word.replace("{program}", program).replace("{root}", root) for word in adapter.info.version_command]
     if not argv:

@@ -49,7 +49,8 @@ class DriftEvent(BaseModel):
     base_call_id: str
     base_choice: _Position
     position: _Position
-    """The first token that differs: an index into the prompt, and into the base's prompt followed by its answer."""
+    """Index of the first token that differs, both in the prompt and in the base's tokens (its prompt, then its
+    answer)."""
     expected: _TokenId | None
     """The base's token id at this position."""
     actual: _TokenId | None

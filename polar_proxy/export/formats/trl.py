@@ -197,7 +197,7 @@ class RecordedWorker:
         ahead: int = 64,
     ) -> None:
         """`advantage` and `rewards` are those of `with_advantages`. `temperature`: the trainer's; rows that were
-        sampled at another one are left out and counted. `ahead`: how many samples to prepare in advance."""
+        sampled at another temperature are left out and counted. `ahead`: how many samples to prepare in advance."""
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=ahead)
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         self.left_out: Counter[str] = Counter()
