@@ -416,7 +416,7 @@ def _incomparable(run: SampledRun, reference: AuditReference) -> str | None:
 def wrong_mode(
     recorded: _Values, fresh: _Values, mode: LogprobMode, temperature: float, tolerance: float
 ) -> LogprobMode | None:
-    """Return the actual mode of the `recorded` log-probabilities (float64 [n]); None if it may be the stated `mode`.
+    """Return the actual mode of the `recorded` log-probabilities (float64 [n]); None if `mode` may be right.
 
     `fresh`, float64 [n]: the same tokens' log-probabilities at temperature 1. Recorded values are raw if they equal
     `fresh`. Otherwise they count as processed if `recorded - fresh / T` has the right sign: with the logits z and

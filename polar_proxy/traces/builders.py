@@ -175,7 +175,7 @@ class CallMerger:
 
 
 def _tree(calls: Sequence[CallRecord]) -> list[TraceBuilder]:
-    """Add each answer to the path that shares the longest prefix with its prompt, as a branch where the two differ.
+    """Add each answer to the path that shares the longest prefix with its prompt. Branch where path and prompt differ.
 
     Siblings, rewinds, parallel answers and sub-agents share their common prefix. A call whose prompt begins with a
     whole path continues the trace at the end of that path, unless it is the call of a sub-agent or of a compacted

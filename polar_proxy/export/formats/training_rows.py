@@ -23,7 +23,7 @@ from polar_proxy.types import Json, Trace
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """One trace. The three lists of the response have one length, m."""
+    """One trace. The three lists of the response have the same length, m."""
 
     trace_id: str
     rollout_id: str | None
