@@ -1,4 +1,4 @@
-"""Code of both clients without network access: typed errors, API calls as values, retries, decoding of streams.
+"""Code that both clients share, without network access: typed errors, API calls as values, retries, stream decoding.
 
 Each API method is one function from arguments to an `ApiCall` or `ApiStream`. The descriptor `api_method` turns it into
 a method of `Client` and of `AsyncClient`, so every route is written once.
@@ -232,7 +232,7 @@ class RowDecoder(StreamDecoder[Json]):
 class ExportDecoder(StreamDecoder[bytes | ExportSummary]):
     """Decodes an export: yields each row as bytes with its line break, and at the end the counts (ExportSummary).
 
-    An export that ends without the counts is incomplete, which raises UnreachableError.
+    If the response ends without the counts, the export is incomplete, and `response_ended` raises UnreachableError.
     """
 
     def headers(self) -> dict[str, str]:
@@ -271,7 +271,7 @@ class EventDecoder(StreamDecoder[Event]):
                 yield event
 
     def response_ended(self) -> None:
-        """Prepare to continue the stream over a new connection, because the server stopped before the stream's end."""
+        """Drop the incomplete event. If the stream has not ended, the client continues it over a new connection."""
         self.connection_lost()
 
     def connection_lost(self) -> None:

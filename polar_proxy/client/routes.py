@@ -160,7 +160,7 @@ class ApiMethods:
     def record(self, name: str, *, tokens: bool = False) -> ApiCall[m.Record]:
         """Return a rollout, a session or a call in full.
 
-        `name`: its id, the beginning of its id, a session's label, or `last` for the session that was used last.
+        `name`: its id, a session's label, the beginning of either, or `last` for the session that was used last.
         `tokens`: also return the sampled tokens with their texts.
         """
         return _get("/records", m.Record, name=name, tokens=tokens)
@@ -191,7 +191,7 @@ class ApiMethods:
 
     @api_method
     def new_key(self, request: m.KeyRequest) -> ApiCall[m.CreatedKey]:
-        """Create a key of the API. The key is shown once."""
+        """Create an API key. The key is shown once."""
         return _post("/keys", m.CreatedKey, request)
 
     @api_method

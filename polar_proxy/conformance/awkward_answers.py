@@ -51,7 +51,7 @@ forever."""
 
 @dataclass(frozen=True, slots=True)
 class JsonStyle:
-    """How JSON is written. Every style is valid JSON and parses to the same value."""
+    """How JSON is written. In every style, the text is valid JSON and parses to the same value."""
 
     comma: str = ", "
     colon: str = ": "
@@ -62,7 +62,7 @@ class JsonStyle:
     reverse: bool = False
     """Write keys in the opposite order."""
     exponents: bool = False
-    """Write whole numbers as 1.0, and multiples of 1000 as 20e3."""
+    """Write whole numbers with a decimal point (1.0), and multiples of 1000 with an exponent (20e3)."""
 
 
 STYLES: Mapping[str, JsonStyle] = {

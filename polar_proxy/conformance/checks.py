@@ -10,9 +10,9 @@ Two counts run over all scenarios:
   store. Polar's own pipeline is not trusted for this: the answer is observed at the recording proxy's sockets, and the
   call is looked up in the database.
 * *doubled*: an answered call (`types.ANSWERED`) with the same request as an earlier answered call of the session,
-  unless the edge of the later call is `retries`. Two requests are the same if their tools are the same, and so are
-  their messages (as JSON with sorted keys, without cache marks) or their stored fingerprints. (A retry that was joined
-  to the first call is not recorded as a separate call.)
+  unless the edge of the later call is `retries`. Two requests are the same if they have the same tools, and also either
+  the same messages (as JSON with sorted keys, without cache marks) or the same stored fingerprint. (A retry that was
+  joined to the first call is not recorded as a separate call.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceCheck:
-    """A check: `function` takes one run of `scenario`; if `scenario` is None, it takes the runs of all scenarios."""
+    """A check. `function` takes one run of `scenario`. If `scenario` is None, `function` takes the runs of all
+    scenarios."""
 
     scenario: str | None
     title: str
@@ -348,7 +349,8 @@ def joined_retries(run: ScenarioRun) -> int:
 
 
 def _request_names(call: CallRecord) -> list[object]:
-    """Return the identities of a call's request: a hash of messages and tools, and the stored fingerprint if any."""
+    """Return the identities of a call's request: the hash of its messages and tools, and the stored fingerprint with
+    the tools, if there is a fingerprint."""
     digest = hashlib.sha256()
     for message in call.messages:
         digest.update(orjson.dumps(_without_cache_marks(orjson.loads(message)), option=orjson.OPT_SORT_KEYS))

@@ -43,7 +43,7 @@ MODES: tuple[PromptMode, ...] = ("continue", "render")
 TASK = "List the files of this folder with a command, read a.txt, write notes.txt about it, and say when it is done."
 SECOND_TASK = "Now run one command that counts the words of notes.txt, and say what it printed."
 DRIFT = Scenario("drift", "some turns", ("finish",), second=("finish",))
-"""Two turns of the user, for an engine that samples its own answers: only the end of each turn is scripted."""
+"""A scenario with two turns of the user, for an engine that samples its own answers and therefore ignores the steps."""
 SCORED_TOKENS = 200_000
 """Maximum length, in tokens, of a sequence whose log-probabilities are computed again."""
 _SHOWN_TOKENS = 12
@@ -91,7 +91,8 @@ class FidelityRow:
     """Number of calls whose messages extend a recorded answer, even if their tokens do not."""
     continued: int = 0
     drifted: int = 0
-    """Number of calls whose prompt unintentionally differs from the sampled tokens. Each such call splits a trace."""
+    """Number of calls whose prompt unintentionally differs from the sampled tokens. Each such call that is trained
+    begins another trace."""
     causes: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     """Number of calls that were not continued, by reason."""
@@ -286,7 +287,7 @@ async def _run_until(enough: asyncio.Event, playing: Coroutine[Any, Any, Scenari
 async def count_tokens(row: FidelityRow, calls: Sequence[CallRecord], engine: Engine, *, score: bool) -> None:
     """Count calls, traces, drift and tokens of one session, and write the numbers to `row`.
 
-    With `score`, also let the engine score one sequence again, the one with the most trained tokens.
+    With `score`, also let the engine score one sequence again (`_score_longest`).
     """
     by_id = {call.call_id: call for call in calls}
     built = build(calls)
@@ -320,7 +321,8 @@ def _count_trained(row: FidelityRow, calls: Sequence[CallRecord], built: BuildRe
 
 
 async def _score_longest(row: FidelityRow, traces: Sequence[Trace], engine: Engine) -> None:
-    """Score the sequence with the most trained tokens again, in one teacher-forced pass, if the engine can hold it."""
+    """Let the engine score one sequence again in one teacher-forced pass: of the sequences that it can hold, the one
+    with the most trained tokens."""
     limit = min(SCORED_TOKENS, engine.info.context_length - 1)
     fitting = [trace for trace in traces if len(trace.token_ids) <= limit]
     if not fitting:

@@ -251,7 +251,7 @@ def save_random_model(
 ) -> Path:
     """Write a tokenizer of Transformers with its chat template, and a random Qwen3. Return the folder.
 
-    `stops`: the tokens at which the model stops, the first of them its end-of-turn token.
+    `stops`: the tokens at which the model stops. The first one is its end-of-turn token.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

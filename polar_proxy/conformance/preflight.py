@@ -91,7 +91,7 @@ async def _check_program(sandbox: Sandbox, program: str) -> PreflightCheck:
 
 
 async def _check_start(adapter: HarnessAdapter, installed: Installation, sandbox: Sandbox) -> list[PreflightCheck]:
-    """Check that the harness prints the installed version. Return no check if the harness has no version command."""
+    """Check that the harness prints the installed version. Return an empty list if it has no version command."""
     program, root = str(installed.program), str(installed.root)
     argv = [word.replace("{program}", program).replace("{root}", root) for word in adapter.info.version_command]
     if not argv:
@@ -176,7 +176,7 @@ _OPTIONAL_PACKAGES = {
 
 
 def _packages() -> list[InstallCheck]:
-    """Return one check for each installed package, and one for all that are missing."""
+    """Return one check for each installed package, and a single check for all missing packages."""
     checks, missing, extras = [], [], []
     for name, (purpose, extra) in _OPTIONAL_PACKAGES.items():
         try:
@@ -223,7 +223,7 @@ async def _sandbox(item: Availability, runtime: DockerRuntime) -> InstallCheck:
 
 
 def _harnesses(settings: Settings) -> list[InstallCheck]:
-    """Return one check for each installed harness, and one for all others, which `polar run` installs."""
+    """Return one check for each installed harness, and a single check for all others, which `polar run` installs."""
     checks, others = [], []
     for name in list_adapters(settings.harness_cache):
         adapter = get_adapter(name, settings.harness_cache)

@@ -62,8 +62,8 @@ class HarnessProfile:
     compaction_steps: int = 4
     """Number of commands after which the harness has summarised."""
     filling_command: str = "true"
-    """The command that is run `compaction_steps` times. A harness that always keeps its newest tokens needs a command
-    whose output is longer than these."""
+    """The command that is run `compaction_steps` times. If the harness always keeps its newest tokens, the command's
+    output must be longer than the part that is kept."""
     compacts_after_turn: bool = False
     """True if the harness summarises at the end of a turn, so the summary appears in the next turn."""
 
@@ -190,8 +190,8 @@ PROFILES: Mapping[str, HarnessProfile] = {
 
 
 def profile_of(adapter: HarnessAdapter) -> HarnessProfile:
-    """Return the profile of a harness: that of its definition file if there is one. An unknown harness is assumed to
-    have a tool `bash` that takes a `command`. Raises HarnessError for a wrong definition."""
+    """Return the profile of a harness, from its definition file if there is one. An unknown harness is assumed to have
+    a tool `bash` that takes a `command`. Raises HarnessError for a wrong definition."""
     if isinstance(adapter, AcpHarness):
         return replace(profile_of(adapter.agent), name=adapter.name)
     if isinstance(adapter, DefinedHarness):

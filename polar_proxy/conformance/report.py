@@ -1,6 +1,6 @@
-"""The two reports, each a JSON file and a Markdown page that is made from it, so that they agree.
+"""The two reports. Each is a JSON file and a Markdown page; the page is made from the JSON file, so that both agree.
 
-CONFORMANCE has a row for each harness, FIDELITY one for each harness, chat template and prompt mode.
+CONFORMANCE has a row for each harness. FIDELITY has a row for each harness, chat template and prompt mode.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class MeasurementReport:
     """Makes the lines of the Markdown page from the rows."""
 
     def document(self, rows: Iterable[Json], *, engine: EngineInfo, sandbox: str, **more: float) -> Json:
-        """Return the rows as they are written to the JSON file."""
+        """Return the rows as a JSON document. Each row gets the time, version of Polar, engine and sandbox of the
+        measurement."""
         measured = {
             "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "polar": __version__,

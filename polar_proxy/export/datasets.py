@@ -34,7 +34,7 @@ class SessionExport:
 
 
 def jsonl(session: SessionExport) -> Iterator[Json]:
-    """Yield one row. Its `calls` are an iterator, because those of a long session would take much memory as a list."""
+    """Yield one row. Its `calls` are an iterator, because a list of a long session's calls would take much memory."""
     reader = ConversationReader()
     yield {
         "schema": SCHEMA,
@@ -70,7 +70,7 @@ def jsonl(session: SessionExport) -> Iterator[Json]:
 def chat_jsonl(session: SessionExport) -> Iterator[Json]:
     """Yield a row for each trace: the conversation of its last call, and the answer that ends the trace.
 
-    Then yield a row for each conversation that was recorded as text; it has no trace, and no grade.
+    Then yield a row for each conversation that was recorded as text. In such a row, `trace_id` and `grade` are null.
     """
     calls = {call.call_id: call for call in session.calls}
     reader = ConversationReader()

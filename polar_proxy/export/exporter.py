@@ -95,9 +95,11 @@ async def export_lines(
 
     `where` selects rollouts, and `session_ids` selects sessions. By default, rows are made of every rollout and of
     every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; the records of
-    trl and tinker have an advantage. Raises UsageError before the first row if the format, builder or advantage is
-    unknown or the conditions are invalid. For an unknown session, UsageError is raised after the rows of the sessions
-    before it.
+    trl and tinker have an advantage.
+
+    Raises UsageError before the first row if the format, the builder or the advantage is unknown, if the builder `tree`
+    is combined with a trainer's format, if the conditions are invalid, or if both conditions and sessions are given.
+    For an unknown session, UsageError is raised after the rows of the sessions before it.
 
     `turn`: a context manager, entered anew for each session that is read and converted. Exports that share one lock as
     `turn` have one session in memory at a time.
@@ -157,7 +159,10 @@ async def _rewards_by_group(store: Store, advantage: str, builder: str) -> dict[
     if advantage not in ADVANTAGES:
         raise UsageError(f"There is no advantage {advantage!r}: choose {', '.join(ADVANTAGES)}.")
     if builder == "tree":
-        raise UsageError("The records of other trainers hold whole sequences: choose --builder merged or per_call.")
+        raise UsageError(
+            "The records of other trainers hold whole sequences, not branches of a tree: choose --builder merged or "
+            "per_call."
+        )
     rewards: dict[str, dict[str, float | None]] = {}
     before: str | None = None
     while page := await store.rollouts.find(limit=_PAGE, before=before):

@@ -1,4 +1,4 @@
-"""Preference data: pairs of conversations about one task, of which one was rewarded more. For DPO and reward models.
+"""Preference data for DPO and reward models: pairs of conversations about one task, one with a higher reward.
 
 A row has TRL's conversational form: `prompt` (the messages that both begin with), `chosen` and `rejected`. Each group
 gives one pair: the conversation with the highest reward and the one with the lowest. If a rollout has several
@@ -38,7 +38,8 @@ class _GroupExtremes:
 class PreferencePairs:
     """Collects rows of chat-jsonl, one rollout after another, and keeps the best and the worst of each group.
 
-    The rows are kept in a temporary file, because those of all groups may not fit in memory. Blocking; call `close`.
+    The rows are kept in a temporary file, because the rows of all groups may not fit in memory. All methods block. Call
+    `close` at the end.
     """
 
     def __init__(self) -> None:

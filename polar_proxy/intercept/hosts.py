@@ -47,8 +47,8 @@ class ModelHost:
     """Known values of `*`, such as regions. In sandboxes, only the names with these values and those in the setting
     `gateway.model_hosts` are intercepted, because /etc/hosts has no patterns."""
     others_pass: bool = False
-    """Whether `polar intercept` sends requests that no rule matches to the host itself: True if it serves more than
-    models."""
+    """Whether `polar intercept` sends requests that no rule matches to the host itself. True for a host that serves
+    more than models."""
 
     def names(self) -> tuple[str, ...]:
         """Return the full names of these hosts, with the known values of `*`."""

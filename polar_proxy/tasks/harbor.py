@@ -67,7 +67,7 @@ def harbor_task(folder: Path, position: int) -> Task:
     if str(_at(config, "environment", "os") or "linux").lower() != "linux":
         raise BadTaskError("task.toml: environment.os: Polar supports only linux")
     if _at(config, "verifier", "environment_mode") == "separate":
-        raise BadTaskError("task.toml: verifier.environment_mode: Polar does not support the mode separate")
+        raise BadTaskError("task.toml: verifier.environment_mode: Polar does not support the mode 'separate'")
     tests = folder / "tests"
     check_inside(folder, tests / "test.sh")
     if not (tests / "test.sh").is_file():

@@ -79,7 +79,7 @@ def load_tasks(
     any seed; the refusals are then None. The result has up to `instances` tasks, from number `seed` (default 0) on;
     refused tasks are skipped. If `instances` is missing, the result has only the task `seed`. If `seed` is missing too,
     and the source is a list, the result has all tasks. Raises UsageError if there is no such source, if the source has
-    no such seed, or if `seed` alone is requested but refused.
+    no such seed, or if `seed` is given and all the requested tasks are refused.
     """
     source = get_source(name, code)
     if isinstance(source, TaskList):

@@ -168,7 +168,7 @@ def _r2e_evaluator(row: Row) -> SwebenchEvaluator:
     except (json.JSONDecodeError, AttributeError):
         raise BadTaskError("expected_output_json: must be a JSON object that gives each test a verdict") from None
     if not verdicts:
-        raise BadTaskError("expected_output_json: must name at least one test; else any result passes")
+        raise BadTaskError("expected_output_json: must name at least one test; without a test, any result would pass")
     # The image keeps the tests outside the repository, but its script looks for them inside.
     command = "[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests\nbash run_tests.sh"
     return SwebenchEvaluator(command=command, parser="r2e", expected=verdicts)

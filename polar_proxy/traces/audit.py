@@ -2,12 +2,12 @@
 
 Promises, each with a test:
 
-* Only sampled tokens are compared, each with the fresh log-probability of that token given all tokens before it (in a
-  `tree`, the whole path). A token that cannot be compared is counted with its reason, never as a difference of 0.
+* Only log-probabilities of sampled tokens are compared. The fresh value is that of the token given all tokens before it
+  (in a `tree`, the whole path). A token that cannot be compared is counted with its reason, never as a difference of 0.
 * A trace is `rejected` if a difference exceeds the tolerance, or if its log-probabilities are not of the mode (raw or
   processed) that the record states. A trace becomes `approximate` if its log-probabilities are raw, but a temperature,
   top_p, a penalty, ... changed the distribution. An audit never improves the grade that the builder gave. An audit
-  without findings withdraws the rejection by an earlier audit.
+  without findings withdraws an earlier audit's rejection.
 * A sequence that is the beginning of a longer one is not scored separately.
 
 Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
@@ -115,7 +115,8 @@ class AuditReport:
     by_harness: defaultdict[str, DifferenceStats] = field(default_factory=lambda: defaultdict(DifferenceStats))
     by_policy_version: defaultdict[str, DifferenceStats] = field(default_factory=lambda: defaultdict(DifferenceStats))
     skipped: Counter[str] = field(default_factory=Counter)
-    """Traces in which nothing was compared, by reason, and sessions without traces (`not_built`)."""
+    """Number of traces in which nothing was compared, by the most frequent reason in the trace. Sessions without traces
+    are counted as `not_built`."""
     skipped_tokens: Counter[str] = field(default_factory=Counter)
     findings: Counter[str] = field(default_factory=Counter)
     rejected: dict[str, str] = field(default_factory=dict)
@@ -147,7 +148,8 @@ class AuditReport:
         del self.worst[_WORST_IN_REPORT:]
 
     def to_json(self, texts: Sequence[tuple[str, str]]) -> Json:
-        """Return the report as JSON. `texts`: for each of `worst` the text of the token and of the tokens before it."""
+        """Return the report as JSON. `texts`: for each entry of `worst`, the text of its token and the text of the
+        tokens before it."""
 
         def described(stats: DifferenceStats) -> Json:
             return {"traces": stats.traces, **stats.to_json()}
@@ -188,11 +190,12 @@ async def audit(
     calls: Sequence[CallRecord],
     certificates: Mapping[str, Json | None] | None = None,
 ) -> list[TraceAudit]:
-    """Audit all traces of one builder and one session.
+    """Audit the traces that one builder made of one session.
 
-    `certificates`: trace id -> stored certificate. They tell which engine scored a rescored trace, and which grade the
-    builder gave to a trace that was audited before. Raise UsageError if a trace was sampled with another model or
-    template than the engine has, StoreError if a parent of a trace is missing.
+    `certificates`: trace id -> stored certificate. A certificate names the engine that scored a rescored trace, and the
+    grade that the builder gave to a trace that was audited before. Raise UsageError if a trace was sampled with another
+    model or template than the engine has (unless the reference has `same_model`), StoreError if a parent of a trace is
+    missing.
     """
     by_id = {call.call_id: call for call in calls}
     stored = {trace.trace_id: (certificates or {}).get(trace.trace_id) or {} for trace in traces}
@@ -263,7 +266,8 @@ def _require_same_model(
 
 @dataclass(frozen=True, slots=True)
 class SampledRun:
-    """Neighbouring sampled tokens of one choice under one policy version: [start, end) of the trace's own tokens."""
+    """Consecutive sampled tokens of one choice with one policy version. The run is [start, end) in the trace's own
+    tokens."""
 
     call: CallRecord
     choice: int
@@ -313,8 +317,8 @@ class TraceAudit:
         self.worst: list[LogprobDifference] = []
         self._trace, self._path, self._fresh, self._reference = trace, path, fresh, reference
         self._pairs: dict[tuple[LogprobMode, float], list[_Values]] = {}
-        """(mode and temperature of the recording) -> arrays [2, n]: the recorded values, and fresh ones at
-        temperature 1."""
+        """(log-probability mode, temperature) of the answers -> arrays [2, n]: the recorded values in row 0, and the
+        fresh values at temperature 1 in row 1."""
 
     @property
     def tokens(self) -> int:
@@ -412,7 +416,7 @@ def _incomparable(run: SampledRun, reference: AuditReference) -> str | None:
 def wrong_mode(
     recorded: _Values, fresh: _Values, mode: LogprobMode, temperature: float, tolerance: float
 ) -> LogprobMode | None:
-    """Return the mode of the `recorded` log-probabilities (float64 [n]) if it is clearly not `mode`, else None.
+    """Return the actual mode of the `recorded` log-probabilities (float64 [n]); None if `mode` may be right.
 
     `fresh`, float64 [n]: the same tokens' log-probabilities at temperature 1. Recorded values are raw if they equal
     `fresh`. Otherwise they count as processed if `recorded - fresh / T` has the right sign: with the logits z and

@@ -1,12 +1,13 @@
 """Builders: from the recorded calls of a session to traces, the training sequences. Pure.
 
 per_call  one trace for each sampled answer: its call's prompt, then the answer. Correct for any history
-merged    calls joined wherever a prompt begins, token for token, with a whole earlier trace
+merged    a call is joined to an earlier trace if its prompt begins with all tokens of the trace
 tree      a forest that stores common prefixes once: a trace holds only its own tokens, and `parent_trace_id` names its
           parent. `branch_at` is the number of tokens of the parent's whole path before the trace's own tokens
 
-Every builder validates its result (`validation.validate`): each answer is in exactly one trace, or its call is excluded
-with a reason, and each sampled token follows the prompt from which it was sampled.
+Every builder validates its result (`validation.validate`). Each answer is in exactly one trace, unless its call is
+excluded with a reason. Each sampled token follows the prompt from which it was sampled, except in a trace to which
+`on_drift` joined a drifted call.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class CallMerger:
             self._by_last_answer[(call.call_id, choice.index)] = target
 
     def _continued_trace(self, call: CallRecord) -> TraceBuilder | None:
-        """Return the trace whose tokens are the longest beginning of the call's prompt, or None."""
+        """Return the longest trace that is a prefix of the call's prompt; None if no trace is."""
         assert call.prompt_ids is not None
         base = (call.base_call_id, call.base_choice or 0)
         candidates = (self.traces[number] for number in self._prefixes.candidates(call.prompt_ids))
@@ -150,11 +151,12 @@ class CallMerger:
         )
 
     def _join_drifted(self, call: CallRecord) -> tuple[TraceBuilder, int] | None:
-        """Return the trace that a call is joined to despite drift, and where the context begins in the call's prompt.
+        """Return (trace to which the call is joined despite drift, position in the call's prompt where the context
+        begins).
 
-        Either this call drifted, or an earlier drifted call was joined to the trace, which therefore has other tokens
-        than this call's prompt. Return None if there is no drift, or no clean join. Sets the outcome of the call's
-        drift event.
+        A call is joined in this way if it drifted, or if an earlier drifted call was joined to the trace, whose tokens
+        therefore differ from this call's prompt. Return None in all other cases, and if no clean join exists. Set the
+        outcome of the call's drift event.
         """
         event = self._events.get(call.call_id)
         trace = self._by_last_answer.get((call.base_call_id or "", call.base_choice or 0))
@@ -173,7 +175,7 @@ class CallMerger:
 
 
 def _tree(calls: Sequence[CallRecord]) -> list[TraceBuilder]:
-    """For each answer, follow the path with the longest common prefix with the prompt, and branch where they differ.
+    """Add each answer to the path that shares the longest prefix with its prompt. Branch where path and prompt differ.
 
     Siblings, rewinds, parallel answers and sub-agents share their common prefix. A call whose prompt begins with a
     whole path continues the trace at the end of that path, unless it is the call of a sub-agent or of a compacted
@@ -191,11 +193,11 @@ def _tree(calls: Sequence[CallRecord]) -> list[TraceBuilder]:
 
 
 def _deepest(traces: Sequence[TraceBuilder], call: CallRecord) -> tuple[TraceBuilder | None, int]:
-    """Return the trace with the longest common prefix with the call's prompt, and the prefix's length.
+    """Return the trace that shares the longest prefix with the call's prompt, and the prefix's length.
 
     Among equally long prefixes, prefer a trace that ends with this prefix, then a trace whose last answer the call
-    extends (the call's base), then a trace that contains the call's parent, then the first. (None, 0) if no trace
-    shares a token with the prompt.
+    extends (the call's base), then a trace that contains the call's parent, then the first. Traces of other engines do
+    not count. Return (None, 0) if no trace shares a token with the prompt.
     """
     prompt = call.prompt_ids
     assert prompt is not None
@@ -227,7 +229,7 @@ class TraceBuilder:
         self.calls: dict[str, None] = {}
         """The calls whose answers the trace trains, in order."""
         self.last: tuple[str, int] | None = None
-        """(call, choice) of its last answer."""
+        """(call id, choice index) of the trace's last answer."""
         self.reasons: set[str] = set()
         self.prompt_length = 0
         self._last_prompt: TokenIds | None = None

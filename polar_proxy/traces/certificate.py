@@ -11,9 +11,9 @@ H is blake2b with a 16-byte digest. Header and span (without its hash) are canon
 UTF-8), each preceded by its length (4 bytes, little-endian). Tokens are int32 and log-probabilities float32, both
 little-endian; only sampled spans hash log-probabilities.
 
-A checker needs only the row, not the calls. The store keeps a certificate without the parts that follow from the trace
-and its calls (spans, engines, hashes), except for the last hash. `restore` derives them and must get the same last
-hash, so that a call or trace that was changed in the database is detected when a row is made from it.
+A checker needs only the row, not the calls. The store leaves out the parts of a certificate that follow from the trace
+and its calls: identity, engines, spans and all hashes but the last. `restore` derives these parts again, and must get
+the same last hash. So if a trace or a call was changed in the database, this is detected when a row is made of it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _PERSON = b"polar trace"
 
 
 class CertificateError(PolarError):
-    """A stored trace does not match its certificate: the trace or one of its calls was changed in the database."""
+    """A stored trace has no valid certificate: another version of Polar wrote the certificate, or the trace or one of
+    its calls was changed in the database."""
 
 
 # ---------------------------------------------------------------- the model
@@ -189,7 +190,7 @@ def restore(stored: Mapping[str, Json | None], traces: Sequence[Trace], calls: S
 
     `stored`: trace id -> certificate in its stored form. `traces`: all traces of one build. `calls`: all calls of their
     session, with the tokens that the traces refer to. Raise CertificateError if a trace or a call has changed since the
-    build.
+    build, or if a certificate is missing or of another `SCHEMA`.
     """
     by_id = {call.call_id: call for call in calls}
     by_trace = {trace.trace_id: trace for trace in traces}

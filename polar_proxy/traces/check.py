@@ -38,7 +38,7 @@ _PROBLEMS_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
-    """The result of checking one row: its problems, and the fields that could be read."""
+    """The result of checking one row: its problems, and its trace and certificate as far as they could be read."""
 
     problems: list[str]
     trace: Trace | None = None
@@ -58,7 +58,10 @@ class FileCheck:
 
 
 def check_lines(lines: Iterable[bytes]) -> FileCheck:
-    """Check each row, and the rows together: no answer is trained twice, and every branch has its parent."""
+    """Check each row by itself, and then all rows together.
+
+    Together, the rows must train no answer twice, and must contain the parent of every branch.
+    """
     found: dict[int, tuple[str | None, list[str]]] = {}
     together = CrossRowChecks()
     rows = 0
@@ -250,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the check. Exit code 0: every row is right; 1: some are not; 2: the file cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m polar_proxy.traces.check", description=__doc__)
     parser.add_argument("file", nargs="?", help="a tokens-jsonl export; - is standard input")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of certificates and exit")
     options = parser.parse_args(arguments)
     if options.schema:

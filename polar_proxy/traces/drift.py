@@ -1,8 +1,8 @@
 """Drift: a prompt that should continue an earlier call's tokens but does not begin with them.
 
 A call drifts when it continues the answer of a trained call (its base), the base's tokens are known, its own prompt
-does not begin with them, and its `prompt_reason` is not one of `INTENTIONAL_REASONS`. This shows what a harness
-serialised differently, reordered or dropped, with the position at which the tokens differ.
+does not begin with them, and its `prompt_reason` is not one of `INTENTIONAL_REASONS`. The position at which the tokens
+differ shows what a harness serialised differently, reordered or dropped.
 
 With `on_drift = canonical` a drifted call is joined to the trace of its base anyway: the sampled tokens so far are
 kept, and the context between them and the new answer is taken from the drifted call's own prompt
@@ -49,7 +49,8 @@ class DriftEvent(BaseModel):
     base_call_id: str
     base_choice: _Position
     position: _Position
-    """The first token that differs: an index into the prompt, and into the base's prompt followed by its answer."""
+    """Index of the first token that differs, both in the prompt and in the base's tokens (its prompt, then its
+    answer)."""
     expected: _TokenId | None
     """The base's token id at this position."""
     actual: _TokenId | None
@@ -225,7 +226,7 @@ def explain_drift(
     reasoning: Sequence[str] = (),
     tools: ToolsChange = "same",
 ) -> tuple[DriftCause, ...]:
-    """Return why a prompt with the text `actual` does not begin with `context` (the base's prompt) and `answer`.
+    """Return why a prompt with the text `actual` does not begin with `context` (the base's prompt) plus `answer`.
 
     The tokens are known to differ. `reasoning` are the thoughts of the answers so far, for templates that write them
     without `<think>` tags; `tools` is how the offered tools changed. Several causes are returned only if all of them

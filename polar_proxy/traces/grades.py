@@ -46,7 +46,7 @@ it calls send summaries."""
 
 
 _NOTES = 20
-"""Maximum number of notes that are passed on, because clients may send any number of different values."""
+"""Maximum number of different notes that are passed on. Clients may send any number of different values."""
 
 
 def grade_of(reasons: Iterable[str]) -> Grade:
@@ -79,7 +79,7 @@ def is_off_distribution(sampling: AnswerSampling) -> bool:
 def off_distribution_note(call: CallRecord) -> str | None:
     """Return a note for the user if a call's log-probabilities are `off_distribution`, otherwise None.
 
-    The note names the sampling parameters that are the cause, and the option that avoids it.
+    The note names the sampling parameters that changed the distribution, and the option that prevents this.
     """
     for choice in call.choices:
         sampling = answer_sampling(call, choice)
@@ -103,7 +103,8 @@ def off_distribution_note(call: CallRecord) -> str | None:
 
 
 class DistributionNotes:
-    """Calls `note` with the text of each call's `off_distribution_note`, but only once for equal texts."""
+    """Calls `note` with the text of each call's `off_distribution_note`. Each text is passed on once, and at most
+    `_NOTES` texts in all."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note

@@ -51,12 +51,12 @@ async def find_targets(
 ) -> list[SessionTarget]:
     """Return the named sessions, or the sessions of the rollouts that match `where`.
 
-    Without both arguments, return the session of every rollout, newest first, then the sessions that have calls but no
-    rollout (except those of models that play a user), newest first. `limit` bounds the total. Raise UsageError for an
-    invalid condition, an unknown session, and for both arguments at once.
+    With neither argument, return the session of every rollout, newest first, then the sessions that have calls but no
+    rollout (except those of models that play a user), newest first. `limit` bounds the total. Raise UsageError if the
+    condition is invalid, if a session is unknown, or if both arguments are given.
     """
     if where is not None and session_ids:
-        raise UsageError("Give either --where, which selects rollouts, or --session.")
+        raise UsageError("Give either --where, which selects rollouts, or --session, not both.")
     if session_ids:
         return [await _target_of(store, session_id) for session_id in session_ids][:limit]
     targets: list[SessionTarget] = []
@@ -130,7 +130,7 @@ async def rebuild(
     on_drift: str = "split",
     engine: Engine | None = None,
 ) -> RebuildReport:
-    """Build the traces of these sessions again and replace the earlier traces of this builder.
+    """Build the traces of the sessions in `targets` again, and replace the earlier traces that `builder` made of them.
 
     `engine` gives the log-probabilities for `on_drift = rescore`. Raise UsageError for an unknown builder or drift
     policy, and for `rescore` without an engine.
@@ -248,7 +248,8 @@ async def _audit_session(
 
 
 async def rescore_session(store: Store, scorer: Scorer, target: SessionTarget, report: RescoreReport) -> None:
-    """Encode and score the answers of one session that have no tokens, and build its `rescored` traces again."""
+    """Encode and score the answers of one session that have no tokens, and build the session's `rescored` traces
+    again."""
     calls = await store.calls.of_session(target.session_id)
     rescores, skipped = await rescore_calls(calls, scorer)
     report.scored_tokens = scorer.tokens

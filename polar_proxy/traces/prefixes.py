@@ -52,7 +52,7 @@ class PrefixTable:
     def candidates(self, ids: TokenIds) -> list[int]:
         """Return the numbers of all sequences that are prefixes of `ids`.
 
-        Numbers of other sequences may be among them, so the caller must compare the tokens.
+        The result may contain numbers of sequences that are not prefixes, so the caller must compare the tokens.
         """
         if self._count <= _FEW:
             return list(range(self._count))

@@ -1,11 +1,11 @@
-"""Scoring: the log-probabilities that an engine gives to sequences which it need not have sampled.
+"""Scoring: the log-probabilities that an engine gives to any sequences, including those that it did not sample.
 
 `rescore` is for traces to which drifted calls were joined. `rescore_calls` and `build_rescored` make off-policy traces
 of answers that were recorded as text. Promises for these answers, each with a test:
 
-* The tokens of an answer are those that the engine's own template writes after the opening of an answer, up to and
-  including the end-of-turn token (without it if the answer was cut). An answer that cannot be rendered in this way, or
-  whose rendering does not contain all of it, is left out with a reason.
+* The tokens of an answer are those that the engine's own template writes after the generation prompt, up to and
+  including the end-of-turn token (without this token if the answer was cut). An answer is left out with a reason if the
+  template cannot render it in this way, or if the rendering does not contain all of its text.
 * The engine that scores did not sample the text. Every trace is of the builder `rescored`, graded `approximate`, and
   names the engine that scored it and the engine that wrote the text. No other builder sees these tokens.
 
@@ -13,7 +13,7 @@ Reasons for which an answer is left out: `sampled_here` (the call has recorded t
 `constrained`, `unreadable` (the stored request cannot be read), `template_refuses`, `prompt_not_kept` (the rendered
 conversation with the answer does not begin with the prompt), `no_end_of_turn`, `answer_not_kept` (the template drops or
 changes the text), `cut_call` (the answer was cut and has tool calls), `empty`, `unfinished` (ended by a filter, for
-example), `beyond_context`, `no_logprobs`; and the reasons of every builder.
+example), `beyond_context`, `no_logprobs`; and the reasons for which every builder excludes calls.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Scorer:
         if "score" not in engine.info.capabilities:
             name = engine.info.engine
             raise UsageError(
-                f"The engine {name} gives no log-probabilities of a given sequence: use vllm, llamacpp or local."
+                f"The engine {name} cannot compute log-probabilities of given tokens: use vllm, llamacpp or local."
             )
         self.engine = engine
         self.tokens = 0
@@ -60,7 +60,8 @@ class Scorer:
     async def score_all(self, sequences: Sequence[TokenIds], temperature: float = 1.0) -> list[npt.NDArray[np.float64]]:
         """Return `score_sequence` of each sequence (int32 [n]).
 
-        A sequence that is the beginning of another takes its values from that one: the causal mask makes them equal.
+        A sequence that is the beginning of a longer one gets the values of the longer one: the causal mask makes them
+        equal.
         """
         containing = find_containing(sequences)
         try:
@@ -83,7 +84,8 @@ class Scorer:
 async def score_sequence(engine: Engine, ids: TokenIds, temperature: float = 1.0) -> npt.NDArray[np.float64]:
     """Return the log-probability of each token given all tokens before it, float64 [n].
 
-    NaN for the first token, for tokens without a value from the engine, and after the end of its context.
+    The value is NaN for the first token, for tokens after the end of the engine's context, and where the engine gave
+    none.
     """
     out = np.full(len(ids), np.nan)
     if len(ids) < 2:
@@ -102,7 +104,8 @@ async def score_sequence(engine: Engine, ids: TokenIds, temperature: float = 1.0
 
 
 def find_containing(sequences: Sequence[TokenIds]) -> list[int]:
-    """Return, for each sequence (int32 [n]), the index of the longest one that begins with it, which may be itself."""
+    """Return, for each sequence (int32 [n]), the index of the longest sequence that begins with it. This is its own
+    index if no longer sequence does."""
     by_length = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
     containing = list(range(len(sequences)))
     longest: list[int] = []
@@ -119,7 +122,7 @@ def find_containing(sequences: Sequence[TokenIds]) -> list[int]:
 
 
 async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
-    """Rescore the traces to which drifted calls were joined (`on_drift = rescore`), and return the build with them.
+    """Rescore the traces to which drifted calls were joined (`on_drift = rescore`), and return the changed build.
 
     The sampled tokens of these traces get teacher-forced log-probabilities (raw, given the trace's own tokens) in place
     of the recorded ones, and their grade gets the reason `rescored`. Other traces stay as they are. Raise EngineError
@@ -270,7 +273,8 @@ def _has_summary(call: CallRecord) -> bool:
 
 
 def _no_rescore_reason(call: CallRecord) -> str | None:
-    """Return why a call needs no rescoring, or cannot be rescored; None if it can."""
+    """Return why a call is not rescored: it needs no rescoring, or cannot be rescored. None if the call is to be
+    rescored."""
     if call.status == exclusion_reason(call) == "no_tokens" and call.edge != "side_call":
         if call.hooks is not None:
             return "hook"

@@ -31,8 +31,8 @@ def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
     * Each trace matches its calls. Its grade is the best one that its `grade_reasons` allow (`grades.grade_of`).
     * The tokens before an answer are exactly the prompt of its call. Exception: with `on_drift` `canonical` or
       `rescore`, in a trace to which drifted calls were joined, an answer may follow the answer that its call continues.
-      Between the two is then the end of the call's own prompt, from the position that `drift.find_context_start`
-      returns.
+      The tokens between the two answers are then the end of the call's own prompt, from the position that
+      `drift.find_context_start` returns.
     * Every drifted call has a drift event, and the event's outcome is `excluded` exactly if the call is excluded.
     """
     by_id = {call.call_id: call for call in calls}

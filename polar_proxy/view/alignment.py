@@ -104,7 +104,7 @@ def _first_difference(messages: Sequence[RunMessage | None]) -> int:
 
 
 def _shared_length(sequences: Sequence[Sequence[object]]) -> int:
-    """Return the number of items with which all sequences begin."""
+    """Return the length of the longest common prefix of all sequences."""
     shortest = min(map(len, sequences), default=0)
     return next((at for at in range(shortest) if len({sequence[at] for sequence in sequences}) > 1), shortest)
 
@@ -126,7 +126,7 @@ def _cell(message: RunMessage, difference: int | None) -> Cell:
 
 
 def shared_tokens(sequences: Sequence[TokenIds]) -> int:
-    """Return the number of tokens with which all sequences begin."""
+    """Return the length of the longest common prefix of all sequences, in tokens."""
     length = min(map(len, sequences), default=0)
     for other in sequences[1:]:
         differing = np.flatnonzero(sequences[0][:length] != other[:length])

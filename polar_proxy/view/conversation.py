@@ -65,8 +65,8 @@ def show_call(
     """Return what a page shows of a call.
 
     `following`: the next call of the conversation, which has the results of this call's tool calls. `known_messages`:
-    the number of this call's messages that an earlier call had. `most`: show at most this many of them, the newest.
-    `with_raw`: also return the request as it was received.
+    number of this call's messages that an earlier call had. `most`: maximum number of these known messages to show; the
+    newest are shown. `with_raw`: also return the request as it was received.
     """
     request = conversation(call)
     problem = request.get("unparsed")
@@ -140,7 +140,8 @@ def _called(messages: Iterable[Json]) -> set[str]:
 
 
 def readable_arguments(text: str) -> str:
-    """Return the arguments of a tool call, each on a new line. Text that is not a JSON object is returned as it is."""
+    """Return the arguments of a tool call, each beginning on a new line. Text that is not a JSON object is returned
+    unchanged."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:

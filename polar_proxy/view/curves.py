@@ -1,4 +1,4 @@
-"""Curves of training runs as SVG drawings: one panel per quantity, in which the lines of all runs are overlaid."""
+"""Curves of training runs as SVG drawings. Each panel shows one or a few related quantities, and overlays all runs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ PANELS: tuple[tuple[str, str, tuple[Quantity, ...]], ...] = (
 
 
 def draw_panels(runs: Sequence[tuple[str, Sequence[Json]]]) -> list[Panel]:
-    """Draw the curves of runs, each given by its name and the lines of its metrics.jsonl. Empty panels are left out."""
+    """Draw the curves of runs. `runs`: name and lines of metrics.jsonl of each run. Panels without a curve are left
+    out."""
     found = (_draw(title, unit, quantities, runs) for title, unit, quantities in PANELS)
     return [panel for panel in found if panel is not None]
 

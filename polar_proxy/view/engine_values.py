@@ -62,7 +62,7 @@ class EngineValues:
         """Return the importance ratio of each token: its probability with the engine's present weights, divided by the
         recorded one; None where nothing was sampled, and where the two probabilities cannot be compared.
 
-        Raises UsageError and EngineError.
+        Raises UsageError if there is a `problem`, EngineError if the engine fails.
         """
         engine = self._engine_for(sequence)
         temperatures = {span["scored_at"] for span in sequence.spans if span["scored_at"] is not None}
@@ -73,7 +73,11 @@ class EngineValues:
 
     async def alternatives(self, sequence: TokenSequence, position: int) -> Json:
         """Return the likeliest tokens at `position` (from 1 on), each with text and log-probability, and a lower bound
-        of the entropy at this position, in nats. Raises UsageError, RequestError and EngineError."""
+        of the entropy at this position, in nats.
+
+        Raises UsageError if there is a `problem` or no such position, RequestError if the engine refuses the request,
+        EngineError if it fails.
+        """
         engine = self._engine_for(sequence)
         if not 0 < position < len(sequence.token_ids):
             raise UsageError(f"{position} is not a position from 1 to {len(sequence.token_ids) - 1}.")

@@ -34,8 +34,8 @@ class Timeline:
     seconds: float
     rows: Sequence[TimeRow]
     totals: dict[str, float]
-    """Seconds by stage. The time in `running` is also divided into `engine` (a call waits for the engine) and `agent`
-    (the rest)."""
+    """Seconds by stage. The time in `running` (of a session without a rollout: the whole time) is also divided into
+    `engine` (a call waits for the engine) and `agent` (the rest)."""
 
 
 def draw_timeline(

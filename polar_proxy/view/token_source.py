@@ -159,7 +159,8 @@ async def _read_trace(store: Store, summary: TraceSummary) -> TokenSequence:
 
 
 async def advantage_of(store: Store, trace: TraceSummary) -> float | None:
-    """Return the GRPO advantage of a trace's rollout within its group; None without a group of at least two rewards."""
+    """Return the GRPO advantage of a trace's rollout within its group. None for a trace without a rollout, and for a
+    rollout that has no advantage (`group_advantages`)."""
     rollout = None if trace.rollout_id is None else await store.rollouts.get(trace.rollout_id)
     if rollout is None:
         return None
@@ -168,8 +169,8 @@ async def advantage_of(store: Store, trace: TraceSummary) -> float | None:
 
 
 def group_advantages(rows: Iterable[RolloutRow]) -> dict[str, float | None]:
-    """Return rollout id -> GRPO advantage within the group, None for a rollout that has none. Unfinished rollouts do
-    not count."""
+    """Return rollout id -> GRPO advantage within the group; None for a rollout without a reward. Unfinished and
+    incomplete rollouts do not count, and are not in the result."""
     counted = [row for row in rows if row.final and not row.incomplete]
     values = grpo([row.reward for row in counted]).tolist()
     return {row.rollout_id: None if math.isnan(value) else value for row, value in zip(counted, values, strict=True)}

@@ -64,7 +64,7 @@ def test_a_dockerfile_needs_docker_unless_the_task_declares_otherwise(folder: Pa
         ("task.toml", '[environment]\nos = "windows"', "only linux"),
         ("task.toml", '[environment]\nmemory = "much"', "environment.memory: 'much' is not a size"),
         ("task.toml", '[environment]\nstorage = "much"', "environment.storage: 'much' is not a size"),
-        ("task.toml", '[verifier]\nenvironment_mode = "separate"', "Polar does not support the mode separate"),
+        ("task.toml", '[verifier]\nenvironment_mode = "separate"', "Polar does not support the mode 'separate'"),
         ("task.toml", '[verifier.env]\nKEY = "${KEY}"', "variables of the host are not passed on"),
         ("task.toml", '[agent]\ntimeout_sec = "long"', "must be a number"),
         ("instruction.md", "", "instruction: is empty"),

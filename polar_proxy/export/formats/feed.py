@@ -26,7 +26,7 @@ class FeedGroups:
         self._open: list[str] = []
 
     def __iter__(self) -> Iterator[list[Json]]:
-        """Yield the rows of one group after another. Raise UsageError if none arrives for `patience` seconds."""
+        """Yield the rows of one group after another. Raise UsageError if no group arrives for `patience` seconds."""
         while True:
             waited = 0.0
             wait = min(60.0, self._patience)

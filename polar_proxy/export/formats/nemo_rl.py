@@ -56,7 +56,7 @@ def load(record: Json, *, temperature: float) -> Json:
     """Return the record with tensors in its messages: `token_ids` int64 and, in assistant messages,
     `generation_logprobs` float32, both [tokens of the message].
 
-    `temperature`: that of the trainer (`policy.generation.temperature`). Raise RowError if the record's temperature
+    `temperature`: the trainer's (`policy.generation.temperature`). Raise RowError if the record's temperature
     differs.
     """
     import torch

@@ -1,10 +1,11 @@
 """slime and Miles: rows converted for their own `Sample.from_dict`, and a reward function for their trainer.
 
 Several traces of one rollout are several samples with one `rollout_id`: both trainers average the loss over a rollout.
-Their own normalisation of rewards averages over samples, so give `--custom-reward-post-process-path
-polar_proxy.export.formats.slime.reward_post_process`. A file for `--load-debug-rollout-data` is `debug_data(samples)`
-written by `torch.save`. Source of the fields: slime's `utils/types.py` and `rollout/batch_builder.py`; Miles has the
-same ones.
+But their own normalisation of rewards averages over samples, so that a rollout with several samples counts several
+times. To prevent this, give `--custom-reward-post-process-path polar_proxy.export.formats.slime.reward_post_process`.
+
+A file for `--load-debug-rollout-data` is `debug_data(samples)` written by `torch.save`. Source of the fields: slime's
+`utils/types.py` and `rollout/batch_builder.py`; Miles has the same ones.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ def debug_data(samples: Sequence[Json], rollout_id: int = 0) -> Json:
 
 
 def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Return (rewards, advantages) for each sample; each rollout counts once in its group's mean and deviation.
+    """Return the samples' rewards and advantages. Each rollout counts once in its group's mean and deviation.
 
-    The formula is slime's own for `grpo`: (r - mean) / (std + 1e-6), with the deviation only if
-    `grpo_std_normalization` is set. Raise RowError if a sample has another temperature than `--rollout-temperature`,
-    by which slime divides its logits.
+    The formula is slime's own for `grpo`: (r - mean) / (std + 1e-6). For a group of one rollout, or if
+    `grpo_std_normalization` is off, it is r - mean. Raise RowError if a sample has another temperature than
+    `--rollout-temperature`, by which slime divides its logits.
     """
     for sample in samples:
         name = f"the sample {sample.metadata['trace_id']}"

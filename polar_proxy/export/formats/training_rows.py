@@ -23,7 +23,7 @@ from polar_proxy.types import Json, Trace
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """One trace. The four lists of the response have one length, m."""
+    """One trace. The three lists of the response have the same length, m."""
 
     trace_id: str
     rollout_id: str | None
@@ -45,7 +45,7 @@ class TrainingRow:
     """True if its rollout counts in the baseline but is not trained."""
     status: str | None
     versions: tuple[str, ...]
-    """The policy versions that sampled it, in order, each once; empty if the engine reported none."""
+    """The policy versions that sampled the row's tokens, in order, each once; empty if the engine reported none."""
     temperature: float
     """Temperature of the log-probabilities, the same for all answers of the row. A trainer divides its logits by it."""
     changes: Json
@@ -183,8 +183,8 @@ def with_advantages(
 
 
 def group_by_rollout(rows: Sequence[TrainingRow]) -> dict[str, list[TrainingRow]]:
-    """Return the rows of one group by rollout, in their order. Raise RowError for a row without a group or of another
-    group."""
+    """Return rollout id -> rows of this rollout, in their order. Raise RowError if a row has no group, or if the rows
+    are of several groups."""
     found: dict[str, list[TrainingRow]] = {}
     for row in rows:
         group_id, rollout_id = require_group(row)

@@ -36,10 +36,10 @@ Rewards = Mapping[str, Mapping[str, float | None]]
 
 
 SequencePolicy = Literal["refuse", "longest"]
-"""Treatment of a rollout with several sequences if the record holds only one.
+"""Treatment of a rollout with several sequences by a trainer that takes one sequence per rollout.
 
-refuse: use nothing of its group. longest: train the sequence with the most sampled tokens (the first of several such),
-and count the others as left out."""
+refuse: raise RowError for the whole group. longest: train the sequence with the most sampled tokens (the first one, if
+several have as many), and count the others as left out."""
 
 
 def completions(
@@ -47,10 +47,10 @@ def completions(
 ) -> Json:
     """Return one group as `rollout_func` returns it: lists of `generations` entries, one for each rollout.
 
-    `prompt_ids`, `completion_ids`, `logprobs` (as recorded), `env_mask` (1 = sampled and trained), `reward` (None:
-    unscored, which TRL leaves out of the baseline), `trace_id`. Raise RowError if a rollout has several sequences and
-    `several` is "refuse", if the group does not have `generations` rollouts, or if a row was sampled at another
-    temperature than `temperature`, the trainer's.
+    The lists are `prompt_ids`, `completion_ids`, `logprobs` (as recorded), `env_mask` (1 = sampled and trained),
+    `reward` (TRL leaves a reward of None out of the baseline) and `trace_id`. Raise RowError if a rollout has several
+    sequences and `several` is "refuse", if the group does not have `generations` rollouts, or if a row was sampled at
+    another temperature than `temperature`, the trainer's.
     """
     read = [read_training_row(row) for row in rows]
     for row in read:
@@ -82,7 +82,8 @@ class RecordedRollouts:
 
     `groups` yields the rows of one group at a time, from a file or a feed. A group that GRPOTrainer cannot use raises
     RowError (see `completions`); with `on_refused = "skip"`, the group is counted in `left_out` and the next one is
-    taken. Raise UsageError if the groups run out, or if several processes share a generation batch.
+    taken. Raise UsageError if the groups run out, if the trainer has several processes, or if the number of prompts is
+    not a multiple of `num_generations`.
     """
 
     def __init__(
@@ -148,8 +149,8 @@ def recorded_ratios(trainer: type[Any]) -> type[Any]:
 def rollout_sample(row: TrainingRow, group_number: int, *, model_version: int = 0) -> Json:
     """Return the fields of a `RolloutSample`. `input_ids`, `completion_mask` int64 [n], `old_log_probs` float32 [n].
 
-    The model version is the oldest that the engine reported for the tokens, or `model_version` if it reported none.
-    Raise RowError for a row without an advantage.
+    The model version is the lowest of the tokens' policy versions that are numbers, or `model_version` if there is
+    none. Raise RowError for a row without an advantage.
     """
     prompt = len(row.prompt_ids)
     numbers = [int(version) for version in row.versions if version.isdecimal()]
@@ -196,7 +197,7 @@ class RecordedWorker:
         ahead: int = 64,
     ) -> None:
         """`advantage` and `rewards` are those of `with_advantages`. `temperature`: the trainer's; rows that were
-        sampled at another one are left out and counted. `ahead`: how many samples to prepare in advance."""
+        sampled at another temperature are left out and counted. `ahead`: how many samples to prepare in advance."""
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=ahead)
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         self.left_out: Counter[str] = Counter()

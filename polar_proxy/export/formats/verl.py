@@ -1,8 +1,8 @@
 """verl: rows as the outputs of an agent loop, a dataset with one prompt for each group, and the recorded groups.
 
-verl's trainer repeats a prompt `rollout.n` times and calls the agent loop with `session_id` 0 .. n - 1; the loop may
-return several outputs, one for each trace, and the baseline counts the last of each session. So row k of the dataset is
-one group, and session i is its i-th rollout.
+verl's trainer repeats a prompt `rollout.n` times and calls the agent loop with `session_id` 0 .. n - 1. The loop may
+return several outputs, one for each trace; the baseline counts the last output of each session. So row k of the dataset
+is one group, and session i is its i-th rollout.
 
 Source: verl 0.9.1, `experimental/agent_loop/agent_loop.py` (AgentLoopOutput), `trainer/ppo/v1/agent_loop_tq.py`,
 `utils/dataset/rl_dataset.py`.
@@ -28,10 +28,10 @@ AGENT_NAME = "polar_recorded"
 
 
 def agent_loop_output(row: TrainingRow) -> Json:
-    """Return the fields of an `AgentLoopOutput`. `response_mask` is 1 where a token is trained: 0 for a masked rollout.
+    """Return the fields of an `AgentLoopOutput`.
 
-    `num_turns` counts the runs of sampled tokens and of context, the prompt included. Raise RowError for a rollout
-    without a reward.
+    `response_mask` is 1 where a token is trained; for a masked rollout it is 0 everywhere. `num_turns` counts the runs
+    of sampled tokens and of context, the prompt included. Raise RowError for a rollout without a reward.
     """
     return {
         "prompt_ids": list(row.prompt_ids),
@@ -56,8 +56,8 @@ def agent_loop_output(row: TrainingRow) -> Json:
 def dataset(rows: Iterable[Json]) -> list[Json]:
     """Return one row for each group, in the columns of `RLHFDataset`, for a `.jsonl` file or parquet.
 
-    `rollout.n` must be the number of rollouts per group. The prompt only names the group, because the recorded tokens
-    contain the real prompt. Raise RowError if groups differ in size.
+    `rollout.n` must be the number of rollouts per group. The prompt is only the id of the task (or of the group, if no
+    task is known), because the recorded tokens contain the real prompt. Raise RowError if groups differ in size.
     """
     members: dict[str, set[str]] = {}
     tasks: dict[str, str] = {}
@@ -103,7 +103,9 @@ class RecordedGroups:
         if rollouts is None:
             raise UsageError(f"The recorded rows have no group {extra_info.get('group_id')!r}.")
         if not 0 <= session_id < len(rollouts):
-            raise UsageError(f"Group {extra_info['group_id']} has {len(rollouts)} rollouts: set rollout.n to that.")
+            raise UsageError(
+                f"Group {extra_info['group_id']} has {len(rollouts)} rollouts: set rollout.n to this number."
+            )
         return [agent_loop_output(row) for row in rollouts[session_id]]
 
 

@@ -42,7 +42,7 @@ class Comparison:
     runs: Sequence[ComparedRun]
     alignment: Alignment
     shared_tokens: int | None
-    """Number of tokens with which the longest traces of all runs begin; None if a run has no trace."""
+    """Length in tokens of the common prefix of the runs' longest traces; None if a run has no trace."""
     options: Sequence[tuple[str, Sequence[object]]]
     """(name, one value for each run) of each option in which the rollouts differ."""
 

@@ -1,4 +1,4 @@
-"""Download of the rows of the rollouts that a list shows, in a format of `polar export`."""
+"""Download of the rollouts that a list shows, as rows in a format of `polar export`."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ _BESIDE = 4
 """Number of rollouts that are shown side by side until the reader chooses others."""
 _BUILT_KEPT = 1000
 BuiltTraces = MutableMapping[tuple[str, str], Sequence[TraceSummary]]
-"""The traces of ended rollouts, which no longer change, by (session id, builder)."""
+"""(session id, builder) -> traces of an ended rollout, which no longer change."""
 Beside = Annotated[list[str], Query(alias="run", description="Ids of the rollouts that are shown side by side.")]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTraining:
-    """The batch that a trainer makes of a group. `config`: the settings of the run that leased the group, else the
-    defaults."""
+    """The batch that a trainer makes of a group. `config`: the settings of the run that leased the group last, or the
+    default settings."""
 
     plan: BatchPlan
     config: GrpoConfig
@@ -70,8 +70,8 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 
     @pages.get("/view/parts/groups/{group_id}/training")
     async def training_part(request: Request, group_id: str) -> Response:
-        """Return the part of the page about training. The browser loads it separately, because traces that are not
-        stored (`STORED_BUILDER`) are built from all calls when the group is first shown."""
+        """Return the part of the page about training. The browser loads it separately, because traces of another
+        builder than `STORED_BUILDER` are built from all calls when the group is first shown."""
         await require("group", group_id, store.groups.get(group_id))
         leases = await store.feed.leases_of(group_id)
         training = await _read_training(store, group_id, leases, built)

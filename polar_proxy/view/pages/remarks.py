@@ -40,8 +40,8 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 async def _give(
     request: Request, store: Store, *, rollout_id: str | None = None, session_id: str | None = None
 ) -> None:
-    """Store the remark or reward that a form sends, with the name of the visitor's key as its author. Raises
-    UsageError."""
+    """Store the remark or reward that a form sends, with the name of the visitor's key as its author. Raises UsageError
+    for an unknown kind or a bad value."""
     form = await read_form(request)
     name, text, author = form.get("kind", ""), form.get("value", ""), request.state.visitor.name
     if name == "reward":

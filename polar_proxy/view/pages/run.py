@@ -1,4 +1,4 @@
-"""The page of a run, that is, a rollout or a session with its calls, and the page of one call."""
+"""Two pages: that of a run (a rollout or a session, with its calls), and that of one call."""
 
 from __future__ import annotations
 

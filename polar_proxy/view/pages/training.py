@@ -1,5 +1,5 @@
-"""Pages of training runs: the list, and one run with its steps and curves. The curves of other runs can be drawn over
-them."""
+"""Pages of training runs: the list, and the page of one run with its steps and curves. Curves of other runs can be
+drawn over these."""
 
 from __future__ import annotations
 
