@@ -56,12 +56,12 @@ class HarnessInfo:
     version_command: tuple[str, ...] = ("{program}", "--version")
     """Command that prints the installed version. ``{program}`` and ``{root}`` stand for fields of `Installation`."""
     tested_versions: tuple[str, str] | None = None
-    """The lowest and the highest version that this adapter was run with; None: it was run with its default version
-    only."""
+    """The lowest and the highest version with which this adapter was tested; None if it was tested only with its
+    default version."""
     summary: str = ""
     """Description of the harness in a few words."""
     intercepted: bool = False
-    """True if its endpoint cannot be set, so its calls to the provider's own host must be intercepted."""
+    """True if the harness's endpoint cannot be set. Its calls to the provider's own host must then be intercepted."""
     command: str = ""
     """Name of the program that users start after they have installed the harness themselves, such as ``codex``."""
 
@@ -113,7 +113,7 @@ class Endpoint:
     """OpenAI base URL, ending in ``/v1``. Clients of Anthropic and Google get `root_url` instead, because they add the
     API version to the URL themselves."""
     api_key: str
-    """Key of the session."""
+    """The session's key, which the harness sends as its API key."""
     model: str
     """Model name as the endpoint lists it."""
     home: str
@@ -121,7 +121,8 @@ class Endpoint:
     request_timeout_seconds: float = 300.0
     """Time limit of one model call."""
     context_length: int | None = None
-    """Context length of the model in tokens. A harness with a setting for it summarises before the context is full."""
+    """Context length of the model in tokens. A harness with a setting for this length summarises the conversation
+    before the context is full."""
     wire_api: WireApi | None = None
     """Dialect to speak, one of `HarnessInfo.wire_apis`; None: the first of them."""
 

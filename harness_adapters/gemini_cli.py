@@ -72,8 +72,9 @@ class GeminiCli(NpmHarness):
 
 
 def _compression(context_length: int | None) -> dict[str, float]:
-    """Return the setting for the share of the context at which Gemini CLI summarises.
+    """Return the setting that makes Gemini CLI summarise when half of the model's real context is used.
 
-    Gemini CLI assumes a context of 1,048,576 tokens for every unknown model, and by default summarises at half of it.
+    Gemini CLI counts every unknown model's context as 1,048,576 tokens, and the setting is a share of this number. By
+    default the share is 0.5.
     """
     return {} if context_length is None else {"compressionThreshold": min(0.5, 0.5 * context_length / 1_048_576)}

@@ -55,7 +55,7 @@ class GatewayLimits(_Section):
     body_window_seconds: float = Field(20.0, gt=0)
     """Time over which the rate of a request body is measured. A body that pauses for longer is refused."""
     unread_seconds: float = Field(120.0, gt=0)
-    """Disconnect a client that has read nothing of its waiting answer for this long."""
+    """Disconnect a client that has read nothing for this long although part of its answer waits to be read."""
     keep_alive_seconds: float = Field(75.0, gt=0)
     """Close a connection if no further request comes for this long after an answer."""
     websocket_idle_seconds: float = Field(3600.0, gt=0)
@@ -102,14 +102,14 @@ class GatewaySettings(_Section):
     database when they are used again."""
     cache_mb: int = Field(256, ge=1)
     """Memory in MiB for the last request of each session and the tokens of answers that may be continued. Two more
-    caches have the same limit: hashes that show which messages and tokens of a session are stored already, and signed
-    answers of hosted models. If a session does not fit, its calls are parsed and hashed from the beginning, which takes
-    the gateway several times as long."""
+    caches each have a limit of the same size: one holds hashes that show which messages and tokens of a session are
+    stored already, the other holds answers of hosted models that the provider signed. If a session does not fit, its
+    calls are parsed and hashed from the beginning, which takes the gateway several times as long."""
     heartbeat_seconds: float = Field(15.0, gt=0)
     """Send a comment line on a stream that has been silent for this long. Google's streams get none."""
     headers_after_seconds: float = Field(2.0, ge=0)
-    """Send the headers of a stream after this time if no token has arrived. An error before that keeps its HTTP
-    status."""
+    """Send the headers of a stream after this time even if no token has arrived. An error can have its own HTTP status
+    only before the headers are sent."""
     first_token_seconds: float = Field(1800.0, gt=0)
     """Time limit for a call's first token (or the whole answer, if the engine sends it in one piece), including the
     wait in the engine's queue and the prefill. After that the call fails, and the agent gets status 504."""
@@ -133,7 +133,7 @@ class GatewaySettings(_Section):
     new messages. `render`: the engine renders every request from its messages."""
     past_reasoning: Literal["keep", "strip"] = "keep"
     """Reasoning of earlier turns in continued prompts. `keep`: leave it as it was sampled. `strip`: if the model's chat
-    template drops reasoning of earlier turns, let the engine render that request."""
+    template drops this reasoning, do not continue the prompt; the engine then renders the whole request."""
     prices: Path | None = None
     """A file with the prices of hosted models, used in place of the one that Polar ships
     (polar_proxy/assets/prices.toml)."""
@@ -384,7 +384,10 @@ class Settings(BaseSettings):
         for route in routes:
             if "engines" in info.data and route.engine not in engines:
                 known = ", ".join(sorted(engines)) or "none"
-                raise ValueError(f"the route {route.name} names the engine {route.engine}; [engines] has {known}")
+                raise ValueError(
+                    f"the route {route.name} names the engine {route.engine}, which [engines] does not define; "
+                    f"it defines: {known}"
+                )
             if names.count(route.name) > 1:
                 raise ValueError(f"two routes have the name {route.name}")
         return routes
@@ -430,12 +433,12 @@ def provider_key(engine: EngineSettings) -> str | None:
 
 
 def child_environment(added: Mapping[str, str], *, without: Collection[str] = ()) -> dict[str, str]:
-    """Return the environment of a child process: that of this process less the variables in `without`, plus `added`."""
+    """Return this process's environment without the variables in `without` and with `added`, for a child process."""
     return {**{name: value for name, value in os.environ.items() if name not in without}, **added}
 
 
 def start_no_blas_threads() -> None:
-    """Keep NumPy's linear algebra from starting threads, which spin for a tenth of the time of a short command.
+    """Keep NumPy's linear algebra from starting threads. Their busy waiting takes a tenth of a short command's time.
 
     Call it before NumPy is imported, and only in commands that start no other programs, because these inherit the
     setting.

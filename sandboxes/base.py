@@ -8,8 +8,8 @@ The owner of a sandbox is the process that opened it. Every kind of sandbox keep
 * No environment variable of the owner is visible inside, except those that the specification gives and, in a `process`
   sandbox, a few that every program needs, such as PATH.
 * All commands of one sandbox see the same files and the same network.
-* The exit status is that of the program: `128 + n` after signal n, 127 if the program was not found, 126 if it could
-  not be started, with the reason on stderr.
+* The exit status is the program's own, or `128 + n` after signal n. It is 127 if the program was not found, and 126 if
+  the program could not be started for another reason. In both cases stderr has the reason.
 * A command that times out, or whose task is cancelled, is ended at once together with all processes that it started;
   the sandbox runs no other command before they have ended. Processes that a command leaves running after a normal end
   stay until `kill_all` or `close`, as with `docker exec`.
@@ -187,15 +187,15 @@ async def uncancellable(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Sandbox(ABC):
-    """One open sandbox. `open_sandbox` makes it; `close`, or leaving `async with`, ends it.
+    """One open sandbox. `open_sandbox` opens it; `close`, or the end of the `async with` block, removes it.
 
-    Its record is written to the registry before any part of it starts, and removed when no part is left.
+    The registry holds a record of the sandbox from before its first part starts until its last part is removed.
     """
 
     kind: ClassVar[SandboxKind]
     exceeded: str | None = None
-    """Why the programs inside were stopped, if their files exceeded the disk quota; otherwise None. The files stay, and
-    new commands can run."""
+    """None until the programs inside are stopped because their files exceed the disk quota; then a text that names the
+    exceeded limit. The files stay, and new commands can run."""
     unenforced: tuple[str, ...] = ()
     """The requested limits that this sandbox cannot enforce, each with the reason."""
     base_env: Mapping[str, str] = {}

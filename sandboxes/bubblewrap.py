@@ -76,7 +76,8 @@ class BubblewrapSandbox(SupervisedSandbox):
         return [self._files]
 
     def _user_files(self, uid: int) -> list[str]:
-        """Return the mounts of files that give the sandbox's user a name, because programs look it up."""
+        """Return the mounts of /etc/passwd and /etc/group with the sandbox's user added, because programs look up their
+        user's name there."""
         mounts = []
         for name, line in (("passwd", f"agent:x:{uid}:{uid}::{HOME}:/bin/sh"), ("group", f"agent:x:{uid}:")):
             system = Path("/etc") / name
@@ -92,7 +93,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         system = Path("/etc/hosts")
         if not system.exists():
             raise SandboxError(
-                "this machine has no /etc/hosts, over which the sandbox's own is mounted: create an empty one"
+                "this machine has no /etc/hosts: create an empty one, because the sandbox's own file is mounted over it"
             )
         file = self.base / "hosts"
         file.write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", *self.spec.hosts)))

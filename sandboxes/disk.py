@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MKFS_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 PAUSE_SECONDS = 1.0
 WALK_SHARE = 20
-"""The pause after a walk is at least this many times as long as the walk itself."""
+"""The watcher's pause after measuring the folders is at least this many times as long as the measurement took."""
 
 
 @dataclass
@@ -146,7 +146,7 @@ async def watch(
     limits: ResourceLimits,
     stop: Callable[[str], Awaitable[None]],
 ) -> None:
-    """Measure repeatedly until the quota is exceeded, then stop the programs inside with the reason. Returns when the
+    """Measure repeatedly until the quota is exceeded, then call `stop` with the reason and return. Also return when the
     sandbox has ended. `name` is for the log."""
     while True:
         began = time.monotonic()

@@ -141,7 +141,8 @@ class DockerSandbox(Sandbox):
     async def _own(self, *folders: str) -> None:
         """Make the image's user the owner of these folders, and create the missing ones.
 
-        An archive that the engine unpacks sets the owner, because root in the container may not change owners.
+        The engine unpacks an archive with these folders and their owner, because root in the container may not change
+        owners.
         """
         who = await self.exec(["sh", "-c", "id -u; id -g"], cwd="/")
         uid, gid = (int(n) for n in who.stdout.split())
@@ -305,9 +306,9 @@ class DockerSandbox(Sandbox):
             task.exception()  # retrieved, so that it is not logged; the relevant error was raised already
 
     async def _end_container(self, task: asyncio.Task[int]) -> None:
-        """End all processes inside; their files can still be read.
+        """End all processes inside. The files can still be read.
 
-        Close the sandbox if the command that `task` follows does not end. Raise `SandboxEnded` then.
+        If the command that `task` follows does not end, close the sandbox and raise `SandboxEnded`.
         """
         with translate_errors():
             await kill_container(self._require_open(self._container))

@@ -36,8 +36,8 @@ UNREADABLE = "\ufffd"
 CHANGES_BYTES = 64 << 20
 """Limit in bytes of the engine's list of changes, which names every file that programs in the container made."""
 PODMAN_WRONG_STATE = "container state improper"
-"""Part of the message of Podman's error 500, if a container ended while Podman was about to use or kill the
-container."""
+"""Text in the message of Podman's error 500. It shows that the container ended while Podman was about to use or kill
+it."""
 DF_ATTEMPTS = 5
 DRAIN_SECONDS = 1.0
 """After the end of a command, its output counts as complete when no more has arrived for this many seconds."""
@@ -145,8 +145,8 @@ def _write_file(file: Path, text: str) -> None:
 
 
 async def describe_engine(wanted: DockerRuntime = "auto") -> str:
-    """Describe the runtime, and whether root inside containers is an unprivileged user outside. Raise `SandboxError` if
-    no engine answers, or if the engine lacks the wanted runtime."""
+    """Return a text that names the runtime and says whether root inside containers is an unprivileged user outside.
+    Raise `SandboxError` if no engine answers, or if the engine lacks the wanted runtime."""
     async with docker_client() as engine:
         info = await engine_info(engine)
     runtime = find_runtime(info, wanted)

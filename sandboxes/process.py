@@ -60,7 +60,8 @@ class SupervisedSandbox(Sandbox):
     """The user that commands run as; None: the user that runs Polar."""
     system_call_filter: bytes = b""
     _disk_image: tuple[str, str] | None = None
-    """File system that limits the sandbox's files: its file, and the folder at which the supervisor mounts it."""
+    """The sandbox's own file system, whose size is the disk quota: the path of its image file, and the folder at which
+    the supervisor mounts it. None if the sandbox has no file system of its own."""
     _disk_folder: int | None = None
     """File descriptor of the folder at which `_disk_image` is mounted. The file system is mounted for the supervisor
     alone, so no path leads to it."""

@@ -1,7 +1,8 @@
 """The harness ``acp:NAME``, such as ``acp:gemini-cli``: it runs another harness over the Agent Client Protocol.
 
-`client.py`, which the sandbox mounts, is the client. It needs only Python 3.9 or newer in the sandbox. The first start
-leaves the agent running; a start with `resume` sends the user's next message to it, in the same session.
+The sandbox mounts the protocol's client, `client.py`, and must have Python 3.9 or newer to run it. The first start of
+the client leaves the agent running. A start with `resume` sends the user's next message to this agent, in the same
+session.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 # mypy: ignore-errors
-"""A client of the Agent Client Protocol (https://agentclientprotocol.com, version 1) for runs without a person.
+"""A client of the Agent Client Protocol (https://agentclientprotocol.com, version 1) for runs that nobody watches.
 
-`AcpHarness` starts this program inside the sandbox, by the sandbox's own Python 3.9 or newer. No module imports it. It
-uses the standard library only.
+`AcpHarness` starts this program inside the sandbox, with the sandbox's own Python 3.9 or newer. No module imports the
+program, and it uses the standard library only.
 
     python3 client.py [--resume] --prompt=TEXT -- AGENT ARGUMENTS
 
 The first start forks a process, the keeper, which keeps the agent and its session and listens on a socket in HOME. Each
-start sends one text of the user to the keeper, and prints what the agent says and does. It exits when the agent's turn
-has ended: with 0 if the agent ended the turn, with 1 if the agent refused, failed, or broke the protocol, with 130 if
-the turn was cancelled. The last line says which.
+start sends one text of the user to the keeper, prints what the agent says and does, and exits at the end of the agent's
+turn. The exit code is 130 if the turn was cancelled, 1 if the agent refused, failed, or broke the protocol, and 0
+otherwise. The last line of output says how the turn ended.
 
 If the keeper has ended, `--resume` starts a new keeper and the agent again, and the agent loads its session. An agent
 without ACP's `loadSession` cannot do this.
 
-The keeper grants every permission that the agent asks for, and gives it access to the files and terminals of the
-sandbox. A line of the agent that is not JSON-RPC is reported and skipped.
+The keeper grants every permission that the agent asks for, and lets the agent use the files and terminals of the
+sandbox. If the agent prints a line that is not JSON-RPC, the keeper reports the line and skips it.
 """
 
 from __future__ import annotations

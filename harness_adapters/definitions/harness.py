@@ -111,7 +111,7 @@ class DefinedVenvHarness(DefinedHarness, VenvHarness):
 
 
 class DefinedProgram(DefinedHarness):
-    """A program or folder of this machine, which is mounted as it is."""
+    """A harness whose program or folder is on this machine already, and is mounted unchanged."""
 
     @property
     def install_command(self) -> tuple[str, ...]:

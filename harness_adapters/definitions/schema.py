@@ -127,7 +127,7 @@ class LimitTable(_Table):
 
 
 class ExitTable(_Table):
-    """Rules for the outcome of a run: limits, failures with exit code 0, and the lines that report an error."""
+    """Rules by which the outcome of a run is read from the program's exit code and output."""
 
     limits: tuple[LimitTable, ...] = ()
     failed: Regex = ""
@@ -153,8 +153,8 @@ class HarnessDefinition(_Table):
     """Name of the program that users start after they have installed the harness themselves."""
     wire_api: WireApi
     features: frozenset[Feature] = frozenset()
-    """Which of these the program has: stream, subagents, parallel_tools, reasoning. (The keys of [run] show whether it
-    has resume and skills.)"""
+    """Features of the program, out of: stream, subagents, parallel_tools, reasoning. (The features resume and skills
+    follow from the keys of [run].)"""
     runtime: str = "native"
     notes: str = ""
     needs: Words = ()
@@ -168,8 +168,8 @@ class HarnessDefinition(_Table):
     acp: AcpTable | None = None
     exit: ExitTable = ExitTable()
     conformance: Mapping[str, Any] = Field(default_factory=dict)
-    """Data for `polar conformance`: fields of its `HarnessProfile`, such as the tool that runs a command and its
-    arguments."""
+    """Data for `polar conformance`: fields of `HarnessProfile`, such as `tool`, the tool that runs a command, and
+    `arguments`, the arguments of this tool."""
 
     @model_validator(mode="after")
     def check_whole(self) -> Self:
@@ -195,7 +195,9 @@ class HarnessDefinition(_Table):
             try:
                 check_placeholders(text, names)
             except HarnessError as error:
-                hint = "the key belongs to connection.env alone" if "api_key" in placeholder_names(text) else str(error)
+                hint = (
+                    "the API key belongs in connection.env only" if "api_key" in placeholder_names(text) else str(error)
+                )
                 raise ValueError(f"{key}: {hint}") from None
         return self
 
@@ -224,7 +226,7 @@ def _files(definition: HarnessDefinition) -> Iterator[str]:
 
 
 def _texts(definition: HarnessDefinition) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Yield each string with placeholders: its key, the text, and the placeholders that it may hold."""
+    """Yield each string that may hold placeholders: its key, its text, and the names of the allowed placeholders."""
     connection, run, acp = definition.connection, definition.run, definition.acp
     yield from _strings("connection.env", connection.env, (*ENDPOINT_NAMES, "api_key"))
     yield from _strings("connection.arguments", connection.arguments, ENDPOINT_NAMES)

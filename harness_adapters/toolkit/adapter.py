@@ -104,10 +104,10 @@ class BaseHarness(HarnessAdapter):
 
 
 class ConnectableHarness(BaseHarness):
-    """A harness that users also install and start themselves, by the program `info.command`."""
+    """A harness that users can also install and start themselves, by the program `info.command`."""
 
     acp_arguments: tuple[str, ...] = ()
-    """Arguments that make the program an agent of the Agent Client Protocol; empty: it does not speak it."""
+    """Arguments that make the program an agent of the Agent Client Protocol; empty if it does not speak ACP."""
 
     @property
     @abstractmethod

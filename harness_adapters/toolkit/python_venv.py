@@ -1,12 +1,13 @@
 """Installing a Python harness, or another program, into its own cached environment, on a Python that it supports.
 
-Promises: nothing is installed outside the cache, and the interpreter has one of the requested minor versions and can
-make virtual environments, which a trial start has shown. Interpreters are tried in this order: the Python that runs
-Polar, those on PATH and in the folders of version managers, those that were fetched earlier, and last one that `uv`
-fetches now.
+Nothing is installed outside the cache. Before an interpreter is used, a trial start checks that it has one of the
+requested minor versions and can make virtual environments. Interpreters are tried in this order: the Python that runs
+Polar, those on PATH and in the folders of version managers, and those that were fetched earlier. If none of them fits,
+`uv` fetches an interpreter.
 
-No package on PyPI or npm contains an interpreter. uv downloads one from the releases of the python-build-standalone
-project, or from the mirror in UV_PYTHON_INSTALL_MIRROR. Without access to either, the user must install Python.
+uv downloads it from the releases of the python-build-standalone project, or from the mirror in
+UV_PYTHON_INSTALL_MIRROR, because no package on PyPI or npm contains an interpreter. Without access to either, the user
+must install Python.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 * An evaluator works in a workspace that no agent has touched. Nothing of the run gets into this workspace, except
   the agent's patch.
-* Hidden tests, scripts and reward files are written after the patch, and the parts of a patch that could take their
-  place or be imported instead of them are left out (`patches`).
+* Hidden tests, scripts and reward files are written after the patch is applied. Parts of the patch that could take the
+  place of such a file, or be imported instead of it, are left out (`patches`).
 * A reward of ``None`` means that the task could not be judged. Bad work has the reward 0 instead, and None is never
   counted as 0.
 
@@ -119,7 +119,8 @@ class EvaluationInput:
     calls: Sequence[CallRecord] = ()
     """The recorded calls of the run; filled only for tasks with a `python` evaluator."""
     leave_out: tuple[str, ...] = ()
-    """Patterns for `git apply --exclude`: these parts of the patch reach no evaluated workspace. Set by `evaluate`."""
+    """Patterns for `git apply --exclude`: parts of the patch that are never applied in an evaluator's workspace. Set by
+    `evaluate`."""
     changed_paths: tuple[str, ...] = ()
     """The paths that the patch changes, except paths that match `leave_out`. Set by `evaluate`."""
     code: AllowedCode = NO_CODE
@@ -156,7 +157,8 @@ class Evaluator(ABC):
 
     @property
     def code_names(self) -> Iterable[str]:
-        """The functions, as ``module:function``, that this evaluator calls. They must be allowed (`check_task`)."""
+        """The functions, as ``module:function``, that this evaluator calls. The setting `allowed_code` must name
+        them; otherwise `check_task` refuses the task."""
         return ()
 
     @property

@@ -39,7 +39,7 @@ class GuardedResult:
         return self.result.stdout + self.result.stderr
 
     def correct(self, verdicts: Mapping[str, Verdict], parse: LogParser) -> dict[str, Verdict]:
-        """Return the log's verdicts; each test that the plugin saw fail has the verdict `failed`."""
+        """Return the log's verdicts, but with `failed` for each test that the plugin saw fail."""
         failed = parse("short test summary info\n" + "".join(f"FAILED {test}\n" for test in self.failed))
         return {**verdicts, **failed}
 

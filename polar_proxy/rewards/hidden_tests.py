@@ -263,7 +263,8 @@ class SwebenchEvaluator(Evaluator):
 def grade(
     verdicts: Mapping[str, Verdict], fail_to_pass: Sequence[str], pass_to_pass: Sequence[str], *, fail_only: bool
 ) -> Json:
-    """Return the benchmark's report: the tests of both lists with a wrong result, and whether the task is resolved."""
+    """Return the benchmark's report: the tests of `fail_to_pass` and of `pass_to_pass` that have a wrong result, and
+    whether the task is resolved."""
     by_name = {_DURATION.sub("", test): verdict for test, verdict in verdicts.items()} | dict(verdicts)
 
     def right(test: str, *good: Verdict) -> bool:

@@ -4,7 +4,7 @@ git itself names the paths and leaves parts out (`git apply --numstat -z --exclu
 is applied. Hidden files are those that decide the reward (`hidden_files` of the task, `protected_files` of its
 evaluators). The following parts of a patch are left out, so that the workspace keeps the base commit's files there:
 
-* a file or folder at the path of a hidden file, and a file at the path of a folder that contains one;
+* a file or folder at the path of a hidden file, and a file at the path of a folder that contains a hidden file;
 * everything in the test folder (`tests`, `unit_tests`, `spec`, ...) that contains a hidden file;
 * if a hidden Python file is in no test folder, whatever Python could import instead of it (`test_x/` or `test_x.so`
   instead of `test_x.py`);

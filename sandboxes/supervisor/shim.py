@@ -18,8 +18,8 @@ from . import kernel
 class Identity:
     """The user that commands run as, and the filter of their system calls.
 
-    `uid` is set if Polar runs as root: commands run as this user, while the supervisor and the shims stay root with the
-    few capabilities that start and end processes of another user. So no command can signal them.
+    `uid` is set if Polar runs as root. Commands then run as this user, so they cannot signal the supervisor and the
+    shims, which stay root. Of root's capabilities, these keep the few that start and end processes of another user.
     """
 
     def __init__(self, uid: int | None = None, program: bytes = b"") -> None:

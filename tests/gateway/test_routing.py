@@ -157,7 +157,10 @@ async def test_reports_an_engine_that_is_down(store: Store) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('[[routes]]\nname = "a"\nengine = "big"\n', "the route a names the engine big; [engines] has none"),
+        (
+            '[[routes]]\nname = "a"\nengine = "big"\n',
+            "the route a names the engine big, which [engines] does not define; it defines: none",
+        ),
         (
             '[engines.big]\nkind = "scripted"\n' + 2 * '[[routes]]\nname = "a"\nengine = "big"\n',
             "two routes have the name a",

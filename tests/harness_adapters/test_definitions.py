@@ -59,7 +59,7 @@ def write(folder: Path, table: Mapping[str, Any]) -> Path:
         (changed(install={"pypi": "x", "version": "1"}), "install: imports is missing"),
         (changed(install={"path": "bin/mine"}), "install: path must be absolute"),
         (changed(connection={"env": {"A": "b"}}), 'connection: env has no variable with the value "{api_key}"'),
-        (changed(connection={"arguments": ["--key", "{api_key}"]}), "connection.arguments[1]: the key belongs to"),
+        (changed(connection={"arguments": ["--key", "{api_key}"]}), "connection.arguments[1]: the API key belongs in"),
         (changed(run={"command": ["{program}", "{modle}"]}), "run.command[1]: {modle} is not a placeholder; use"),
         (changed(run={"command": []}), "run.command: Tuple should have at least 1 item"),
         (changed(run={"files": {"../x": ""}}), "'../x' is not a path below HOME"),

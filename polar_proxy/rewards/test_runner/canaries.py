@@ -1,4 +1,4 @@
-"""Canaries: tests that must fail, and the judgement of a child by them.
+"""Canaries, which are tests that must fail: they show whether a child process that runs tests forges its verdicts.
 
 The names and bodies of canaries look like those of other tests. If a canary passes in a child, or the child does not
 report each canary exactly once, the verdicts of this child are forged.

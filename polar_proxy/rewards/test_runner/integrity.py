@@ -57,7 +57,7 @@ class Integrity:
         return False
 
     def _watch_assertions(self) -> None:
-        """Make unittest's assertions note arguments that equal a new, unrelated object, and thus anything."""
+        """Make unittest's assertions record whether an argument equals a new, unrelated object and thus any object."""
 
         def watched(assertion: Any) -> Any:
             @functools.wraps(assertion)
