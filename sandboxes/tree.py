@@ -76,7 +76,8 @@ class EntryCounter:
             raise TreeTooLarge(f"a path is longer than {PATH_BYTES} bytes: {os.fsdecode(path[:60])!r}...")
         self._path_bytes += len(path)
         if self._path_bytes > ALL_PATHS_BYTES:
-            raise TreeTooLarge(f"the paths of all files and folders have more than {ALL_PATHS_BYTES >> 20} MiB")
+            limit = f"{ALL_PATHS_BYTES >> 20} MiB"
+            raise TreeTooLarge(f"the path names of all files and folders together are longer than {limit}")
 
 
 class FolderTree(SandboxTree):

@@ -65,8 +65,8 @@ async def pause_service(context: Context, body: m.ServicePauseRequest = m.Servic
 
 @trainer.post("/service/resume", tags=["service"])
 async def resume_service(context: Context, body: m.ServiceResumeRequest = m.ServiceResumeRequest()) -> m.ServiceState:
-    """End a pause or a drain of the same `scope`. A server that was paused on its own stays paused when all servers
-    are resumed."""
+    """End the pause or drain that was started with the `scope` of this request. A server that was paused on its own
+    stays paused when all servers are resumed."""
     if body.scope == "all":
         await context.store.fleet.update(_WORKING)
         context.wake()

@@ -391,7 +391,7 @@ class ExportSummary(ApiResponseModel):
     rollouts: int
     """Number of rollouts that were selected."""
     sessions: int
-    """Number of sessions without a rollout that were selected."""
+    """Number of selected sessions that belong to no rollout."""
     left_out: dict[str, int]
     """Number of calls, traces and rows that were left out, by reason. A row is left out if a trainer's
     format refuses it."""

@@ -50,8 +50,8 @@ class HarnessProfile:
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Checks that do not apply to the harness, with the reason."""
     rebuilds_history: str = ""
-    """Why the second turn does not extend the first turn's messages, so that its first call has the edge `root`; empty
-    if the second turn extends them."""
+    """The reason why the second turn does not extend the first turn's messages. The first call of the second turn then
+    has the edge `root`. Empty if the second turn extends them."""
     context_error: bool = False
     """True if the harness ignores the reported usage, and summarises only after the error that a prompt is too long."""
     context_window: int | None = None

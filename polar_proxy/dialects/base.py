@@ -66,7 +66,7 @@ class AnswerChoice(AssistantDraft):
     """(position of the first token, policy version) of each run of tokens that were sampled under one version."""
     reasoning_tokens: int | None = None
     """Number of tokens up to the end of the reasoning. None if there is no reasoning, if the engine reports no token
-    ids, or if one event of the engine held both the last reasoning and text or tool calls."""
+    ids, or if the event with the end of the reasoning also held text or tool calls."""
 
     def add(self, event: SampleEvent) -> None:
         if event.text:

@@ -58,6 +58,7 @@ ROWS: Mapping[str, str] = {
     "branch": "branches of a tree: export with --builder merged or per_call",
     "rejected": "traces that an audit rejected",
     "nothing_sampled": "traces without a sampled token",
+    "shorter_sequence": "shorter sequences of rollouts with several, because TRL takes one sequence for each rollout",
     "no_prompt": "traces without a prompt",
     "temperature": "traces that were sampled at another temperature than the trainer's",
     "temperatures": "traces whose answers were sampled at several or unknown temperatures: export with "

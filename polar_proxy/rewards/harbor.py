@@ -149,7 +149,7 @@ def _select_reward(rewards: Json, key: str) -> float:
         return float(rewards[key])
     if len(rewards) == 1:
         return float(next(iter(rewards.values())))
-    raise ValueError(f"reward.json has {', '.join(sorted(rewards)) or 'no numbers'}, but no {key}")
+    raise ValueError(f"reward.json has no {key}; it has: {', '.join(sorted(rewards)) or 'no numbers'}")
 
 
 def folder_files(folder: Path) -> dict[str, tuple[bytes, bool]]:

@@ -151,8 +151,8 @@ def _answer_digest(node: CallNode) -> bytes | None:
 
 
 def fingerprint_of(node: CallNode) -> Json:
-    """Return the JSON that is stored with a call to index it again after a restart: keys as hex, and short quotes of
-    the call's texts."""
+    """Return the JSON from which the call is indexed again after a restart: keys as hex, and short quotes of the
+    call's texts. The JSON is stored with the call."""
     fingerprint: Json = {
         "form": _FINGERPRINT_FORM,
         "asked": node.asked.hex(),

@@ -70,7 +70,7 @@ class PageAccess:
 
     store: Store
     open_on_loopback: bool
-    """True if requests from this machine that change nothing need no login."""
+    """True if read-only requests from this machine need no login."""
 
     async def visitor(self, request: Request) -> Visitor:
         """Return the request's sender. Raises LoginRequiredError if a login is needed, ApiError for a bad API key."""

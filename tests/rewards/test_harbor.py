@@ -87,7 +87,7 @@ async def test_an_agent_cannot_write_its_reward(run_script: ScriptRunner, kind: 
         (": >/logs/verifier/reward.txt", "is empty"),
         ("echo nan >/logs/verifier/reward.txt", "not a finite number"),
         ('echo \'{"reward": "1"}\' >/logs/verifier/reward.json', "not a finite number"),
-        ('echo \'{"a": 1, "b": 0}\' >/logs/verifier/reward.json', "but no reward"),
+        ('echo \'{"a": 1, "b": 0}\' >/logs/verifier/reward.json', "has no reward; it has: a, b"),
         ("echo 1 >/logs/verifier/reward.txt; kill -9 $$", "killed by signal 9"),
     ],
 )

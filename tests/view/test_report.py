@@ -10,6 +10,7 @@ import pytest
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
+from polar_proxy.view.pages import run
 from polar_proxy.view.report import make_report
 from tests.factories import call_record, new_session
 from tests.view import recorded
@@ -29,6 +30,17 @@ async def test_a_file_has_all_calls_and_tokens(store: Store, settings: Settings)
         assert f"<summary>Call {turn + 1}</summary>" in page
     assert len(re.findall(r'<span class="t s[^"]*" title="\d+, log-probability -', page)) == 30
     assert "return total" in page
+
+
+async def test_a_file_has_more_calls_than_a_page(
+    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "MOST_CALLS", 2)
+    session_id = await recorded.long_session(store, turns=5, tokens=40)
+    page = await make_report(store, settings, session_id)
+    assert re.findall(r"<summary>Call (\d+)</summary>", page) == ["1", "2", "3", "4", "5"]
+    assert "Calls before" not in page
+    assert "Calls after" not in page
 
 
 async def test_a_file_loads_and_links_nothing(store: Store, settings: Settings) -> None:

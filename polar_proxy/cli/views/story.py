@@ -233,7 +233,8 @@ def _token_lines(choice: CallChoice) -> str:
     """Return one line for each token, as `ID:LOGPROB TEXT` with the text as JSON. Without texts, return all
     `ID:LOGPROB` in a single line.
 
-    Tokens of hosted answers have no ids: their lines have the position of the token's first character, and its text.
+    Tokens of hosted answers have no ids: their lines are `POSITION TEXT`, with the position of the token's first
+    character in the answer.
     """
     if choice.token_texts is not None and not choice.token_ids:
         starts = accumulate(map(len, choice.token_texts), initial=0)

@@ -96,7 +96,7 @@ class ResponsesEncoder(Encoder):
     _calls: dict[int, _StreamedToolCall] = field(default_factory=dict, init=False)
     _waiting_calls: list[_StreamedToolCall] = field(default_factory=list, init=False)
     _waiting_texts: list[tuple[str, str]] = field(default_factory=list, init=False)
-    """(`message` or `reasoning`, text) that arrived while a tool call was open."""
+    """The texts that arrived while a tool call was open, each as (`message` or `reasoning`, text)."""
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
     """The reasoning and the tokens so far. The log-probabilities of a message are looked up here when it is closed."""
 

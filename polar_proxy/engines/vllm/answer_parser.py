@@ -61,8 +61,8 @@ class ParserConfig:
     special_with_tools: bool
     """True if special tokens appear in the server's chat answers to requests with tools."""
     tail: PromptTail
-    """The tail of the prompts with which this configuration was verified. Used by the Hermes parser only, because the
-    other parsers see the prompt."""
+    """The end of the prompts with which this configuration was verified. Only the Hermes parser needs it, because it
+    does not see the prompt itself."""
     parsers: Parsers = (None, None)
     """Names of the server's tool parser and reasoning parser. Used by the side process only."""
 
@@ -106,8 +106,8 @@ def make_answer_parser(
         return ProcessAnswerParser(process, config.parsers, parser_request(client.model, request), prompt)
     if request.sampling.stop:
         raise CannotContinueError(
-            "the answer is parsed by the server's route /derender, which reads whole tokens, so its text might go "
-            "beyond the request's stop strings."
+            "the request has stop strings, and the answer is parsed by the server's route /derender. The route reads "
+            "whole tokens, so the text might go on after a stop string."
         )
     return DerenderAnswerParser(client, request, prompt, config)
 

@@ -46,9 +46,9 @@ class ProviderTurns:
                 self._add(session_id, choice.tool_calls, choice.provider_turn)
 
     async def attach(self, session_id: str, request: EngineRequest, engine: Engine) -> EngineRequest:
-        """Return the request with the signed answer added to each earlier assistant message that calls a tool.
+        """Return the request in which each earlier assistant message that calls a tool has its own signed answer.
 
-        Messages stay unsigned if the engine needs no signatures or the session has recorded none for them.
+        Messages stay unsigned if the engine needs no signatures, or if no signed answer was recorded for them.
         """
         if "signed_answers" not in engine.info.capabilities or not isinstance(request, ChatRequest):
             return request

@@ -29,7 +29,7 @@ _SHOWN_BYTES = 256 * 1024
 """Maximum number of bytes of a file that a page shows. The page links to the whole file."""
 _MOST_MESSAGES = 100
 """Maximum number of earlier messages that are shown with a call. The call's own page has all of them."""
-_MOST_CALLS = 300
+MOST_CALLS = 300
 """Maximum number of calls in the tree of one page."""
 _LIVE_SECONDS = 600.0
 """A session without a rollout counts as in use for this long after its last call."""
@@ -141,7 +141,7 @@ async def _session(
     trace_of = {call_id: trace for trace in traces if trace.builder == "merged" for call_id in trace.call_ids}
     return {
         "session": session,
-        "tree": draw_tree(calls, chosen, _MOST_CALLS),
+        "tree": draw_tree(calls, chosen, MOST_CALLS),
         "timeline": draw_timeline(rollout, stages, calls, time.time()),
         "traces": traces,
         "trace_of": trace_of,
