@@ -1,8 +1,8 @@
 """The pictures of the documentation: pages of a real run of three harnesses on a real vLLM, and of a training run.
 
-POLAR_SCREENSHOTS=1 writes them into docs/images. vLLM serves the bundled policy, which was trained on
-mini-swe-agent's short prompt and single tool only. To the long prompts of the other harnesses (2,778 tokens from pi,
-19,602 from codex) its answers are meaningless, so they fail their tasks.
+POLAR_SCREENSHOTS=1 writes them into docs/images; without it, the runs are shorter. vLLM serves the bundled policy,
+which was trained on mini-swe-agent's short prompt and single tool only. To the long prompts of the other harnesses
+(2,778 tokens from pi, 19,602 from codex) its answers are meaningless, so they fail their tasks.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ HEIGHTS = {
 }
 """Height of each picture in pixels."""
 _MOST_BYTES = 800_000
+KEPT = bool(os.environ.get("POLAR_SCREENSHOTS"))
+STEPS, SAMPLES = (4, 2) if KEPT else (2, 1)
+"""Training steps, and rollouts of each harness that does not solve its task: enough for the documentation, or for a
+test."""
 
 
 async def run(home: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -70,12 +74,12 @@ def vllm() -> Iterator[str]:
 
 
 async def record(home: Path, vllm: str) -> Path:
-    """Train the policy for four steps, let three harnesses play, and repeat a rollout. Return the database."""
-    steps = ("--steps", "4", "--samples", "4", "--groups", "1")
+    """Train the policy, let three harnesses play, and repeat a rollout. Return the database."""
+    steps = ("--steps", str(STEPS), "--samples", "4", "--groups", "1")
     await run(home, "train", "grpo", "--task", "swe-task", "--engine", "local", *steps, "--run", str(home / "first"))
     engine = ("--engine", "vllm", "--engine-url", vllm, "--model", "polar-tiny")
     for harness in HARNESSES[1:]:
-        await run(home, "run", "swe-task", "--harness", harness, "--samples", "2", *engine)
+        await run(home, "run", "swe-task", "--harness", harness, "--samples", str(SAMPLES), *engine)
     played = await run(home, "run", "swe-task", "--harness", HARNESSES[0], "--samples", "4", *engine)
     best = max(played, key=lambda rollout: rollout["reward"] or 0)
     await run(home, "run", "--repeat-of", best["rollout_id"], *engine)
@@ -145,7 +149,7 @@ async def take_all(database: Path, folder: Path) -> None:
 
 @pytest.mark.timeout(1800)
 async def test_pages_of_a_run_of_three_harnesses_are_pictured(tmp_path: Path, vllm: str) -> None:
-    folder = IMAGES if os.environ.get("POLAR_SCREENSHOTS") else tmp_path
+    folder = IMAGES if KEPT else tmp_path
     folder.mkdir(exist_ok=True)
     await take_all(await record(tmp_path / "home", vllm), folder)
     sizes = {file.stem: file.stat().st_size for file in folder.glob("*.png")}
