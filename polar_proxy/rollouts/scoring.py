@@ -6,9 +6,9 @@ control has a verdict, task and machine work, and the patch is at fault. The rew
 a reward would not count in the baseline. If the control has no verdict either, the agent is not at fault: the rollout
 gets no reward, or the error is raised.
 
-After an error, the evaluation with the patch must fail a second time before the patch is at fault. The function of a
-`python` evaluator may return no reward on purpose. If only evaluators of this kind gave no reward, there is no control,
-and the rollout gets no reward.
+After an error, the patch is at fault only if a second evaluation with it ends without a verdict as well. The function
+of a `python` evaluator may return no reward on purpose. If only evaluators of this kind gave no reward, there is no
+control, and the rollout gets no reward.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
         # Once more, because the machine's fault may have passed meanwhile.
         log.warning("an evaluation failed with the agent's patch and not without it: %s; evaluating once more", error)
         try:
-            return await _evaluate(work, sandboxes)
+            score = await _evaluate(work, sandboxes)
         except (InfrastructureError, EvaluatorError) as again:
             return Score(0.0, {"solved": False, "broke_evaluation": str(again)})
+        return _with_patch_at_fault(score) if _silent(work, score) else score
     silent = _silent(work, score)
     if not silent or not work.patch.strip() or silent <= await _without_verdict(control, sandboxes):
         return score
-    return replace(score, reward=0.0, detail=_without_reward(score))
+    return _with_patch_at_fault(score)
 
 
 async def _evaluate(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
@@ -71,8 +72,8 @@ def _silent(work: EvaluationInput, score: Score) -> set[int]:
     return {place for place, reward in enumerate(rewards) if reward is None and kinds[place] != "python"}
 
 
-def _without_reward(score: Score) -> dict[str, object]:
-    """Return the details of a score whose reward is 0 because the agent's patch broke the evaluation."""
+def _with_patch_at_fault(score: Score) -> Score:
+    """Return the score with reward 0, because the agent's patch broke the evaluation."""
     reason = score.detail.get("no_reward", "a part of the evaluation gave no reward")
     kept = {name: value for name, value in score.detail.items() if name != "no_reward"}
-    return {**kept, "solved": False, "broke_evaluation": reason}
+    return replace(score, reward=0.0, detail={**kept, "solved": False, "broke_evaluation": reason})

@@ -122,6 +122,13 @@ async def test_a_machine_at_fault_is_not_held_against_the_patch() -> None:
     assert (blamed.reward, blamed.detail) == (0.0, {"solved": False, "broke_evaluation": "the sandbox died"})
 
 
+async def test_a_patch_that_first_fails_and_then_takes_the_verdict_away_scores_0() -> None:
+    task = with_last_line("test -e new && kill -9 $$; echo 0.5")
+    score = await score_work(EvaluationInput(task, PATCH), failing(task, [True, False, False]))
+    assert (score.reward, score.detail["solved"]) == (0.0, False)
+    assert "it exited with 137" in score.detail["broke_evaluation"]
+
+
 def brittle_judge(work: EvaluationInput, fails_on: str) -> float | None:
     """Raise an exception, or withhold the reward, for a patch or for any work."""
     if fails_on == "any work" or (fails_on == "a patch" and work.patch):
