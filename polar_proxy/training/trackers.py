@@ -3,7 +3,7 @@
 Each tracker gets the numbers of every line of metrics.jsonl: each number has the name `KIND/NAME`, and the step of its
 line. Each tracker needs its own package: pip install 'polar-proxy[NAME]'. When a killed run is resumed, the tracker
 continues the same record, because the run's id is kept in the run's folder. The resumed run repeats the steps after the
-last checkpoint. Depending on the tracker, the numbers of repeated steps replace the old numbers or are added.
+last checkpoint. Depending on the tracker, the numbers of repeated steps replace the old numbers or follow them.
 """
 
 from __future__ import annotations

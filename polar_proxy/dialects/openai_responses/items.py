@@ -156,8 +156,8 @@ def _listed_part(part: Json, of_assistant: bool) -> Json:
 def call_item(tools: Toolbox, call: ToolCall, call_id: str, number: int, status: str) -> Json:
     """Return a tool call of an answer as an output item of the kind that belongs to the tool.
 
-    `number`: the position of the call among the answer's tool calls, from 0.
     The item is a `function_call` if the tool was not offered, or if the arguments do not fit a built-in tool's item.
+    `number`: the position of the call among the answer's tool calls, from 0.
     """
     tool = tools.tools.get(call.name)
     kind = tool.kind if tool else "function"
