@@ -1,6 +1,7 @@
-"""aider (https://aider.chat): edits files by text blocks in the answer; it has no tools and runs no commands.
+"""aider (https://aider.chat): has no tools and runs no commands. The model writes each edit as a block of text in its
+answer, and aider changes the file.
 
-It uses litellm, streams its main calls, and makes one more call for a commit message after each edit.
+aider uses litellm, streams its main calls, and makes one more call for a commit message after each edit.
 """
 
 from __future__ import annotations

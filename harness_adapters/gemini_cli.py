@@ -72,9 +72,9 @@ class GeminiCli(NpmHarness):
 
 
 def _compression(context_length: int | None) -> dict[str, float]:
-    """Return the setting that makes Gemini CLI summarise when half of the model's real context is used.
+    """Return the setting that makes Gemini CLI summarise the conversation when half of the model's context is used.
 
-    Gemini CLI counts every unknown model's context as 1,048,576 tokens, and the setting is a share of this number. By
-    default the share is 0.5.
+    The setting is a share of the context, 0.5 by default. For an unknown model, Gemini CLI assumes a context of
+    1,048,576 tokens, so the share must be smaller if the real context is smaller.
     """
     return {} if context_length is None else {"compressionThreshold": min(0.5, 0.5 * context_length / 1_048_576)}

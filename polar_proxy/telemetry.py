@@ -105,7 +105,7 @@ async def traced(
 
 
 async def _read_rollout(store: Store, rollout_id: str, sender: SpanSender) -> None:
-    """Read a rollout and queue its spans. Do nothing if the rollout has not ended, because it is tried again."""
+    """Read a rollout and queue its spans, if the rollout has ended. (It has not ended if it will be tried again.)"""
     try:
         row = await store.rollouts.get(rollout_id)
         if row is None or not row.final:

@@ -403,7 +403,7 @@ async def remove_container(engine: aiodocker.Docker, name: str) -> bool:
 async def sweep_containers(
     records: Sequence[orphans.SandboxRecord], removed: list[orphans.RemovedItem], problems: list[str]
 ) -> set[str]:
-    """Remove the containers of dead owners, found by record and by label.
+    """Find the containers of dead owners by record and by label, and remove them.
 
     Return the names of the containers that remain because no engine answers.
     """

@@ -73,8 +73,8 @@ class SupervisedSandbox(Sandbox):
         self._pipes: set[OutputPipe] = set()
         self._cgroup: cgroups.ControlGroup | None = None
         self._early_sockets: dict[int, int] = {}
-        """Port -> descriptor of a socket that the supervisor bound at its start, because later it has no right to bind
-        this port."""
+        """Sockets that the supervisor bound at its start: port -> file descriptor. Later the supervisor has no right to
+        bind these ports."""
 
     # ------------------------------------------------------------ life cycle
 

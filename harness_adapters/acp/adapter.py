@@ -1,8 +1,8 @@
 """The harness ``acp:NAME``, such as ``acp:gemini-cli``: it runs another harness over the Agent Client Protocol.
 
-The sandbox mounts the protocol's client, `client.py`, and must have Python 3.9 or newer to run it. The first start of
-the client leaves the agent running. A start with `resume` sends the user's next message to this agent, in the same
-session.
+The protocol's client, `client.py`, is mounted into the sandbox, which must have Python 3.9 or newer to run the client.
+The first start of the client leaves the agent running. A start with `resume` sends the user's next message to this
+running agent, in the same session.
 """
 
 from __future__ import annotations

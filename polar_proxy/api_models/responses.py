@@ -106,7 +106,7 @@ class Group(ApiResponseModel):
     rollout_count: int
     """Number of rollouts that were queued for the group."""
     group_size: int
-    """Number of rollouts that complete the group (see `group_policy`)."""
+    """Number of rollouts that the group needs to be complete (see `group_policy`)."""
     status: Literal["open", "finished", "cancelled"]
     """open, finished or cancelled."""
     reason: str | None
@@ -244,8 +244,8 @@ class CancelResponse(ApiResponseModel):
     cancelled: str
     """The id that was cancelled."""
     in_flight: list[str]
-    """Ids of the rollouts that a worker was processing. The rollouts of this server have ended; other servers end their
-    rollouts soon."""
+    """Ids of the cancelled rollouts that were in progress. On this server these rollouts have ended; on other servers
+    they end soon."""
 
 
 class CreatedSession(ApiResponseModel):
@@ -390,7 +390,7 @@ class SandboxPoolState(ApiResponseModel):
     misses: int
     """Number of requests for which a new sandbox was opened."""
     dead: int
-    """Number of sandboxes in the pool that had died or failed to open; another one was taken instead."""
+    """Number of sandboxes of the pool that could not be used, because they had died or failed to open."""
     waited_seconds: float
     """Seconds that all requests waited in total."""
 

@@ -1,6 +1,6 @@
 """`polar connect`: print the settings that point an agent at a Polar server, or start the agent with them.
 
-The settings are the `Connection` of the agent's adapter, which rollouts use too.
+The settings come from the agent's adapter, as a `Connection`. For rollouts, the adapter makes them in the same way.
 
 * The user's own settings of the agent are never written. Settings files are in a folder below Polar's home.
 * The session's key is in the environment only, not in files or argument lists.
@@ -61,9 +61,10 @@ def connect(
 ) -> None:
     """Print the lines that point an agent at a server, or start the agent: `polar connect AGENT -- ARGUMENTS`.
 
-    A shell can evaluate the lines: `eval "$(polar connect codex)"`. After `--` (with or without arguments) the agent
-    that is installed on this machine is started in the current folder. Its settings are then in a private folder,
-    which is removed when it ends. Your own settings of the agent stay as they are.
+    A shell can evaluate the lines: `eval "$(polar connect codex)"`. With `--`, the agent that is installed on this
+    machine is started in the current folder, with the arguments after `--`, if there are any. The settings for the
+    server are then in a private folder, which is removed when the agent ends. Your own settings of the agent stay as
+    they are.
     """
     if agent is None:
         _list_agents(as_json)

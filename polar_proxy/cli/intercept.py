@@ -32,10 +32,11 @@ def intercept(
 ) -> None:
     """Start a program whose model endpoint cannot be set, and answer its model calls: `polar intercept -- PROGRAM`.
 
-    The program gets variables for a proxy on loopback and for a certificate authority that only it trusts. Its calls to
-    the hosts of OpenAI, ChatGPT, Anthropic, Google, Azure, Bedrock, OpenRouter, Mistral and GitHub Copilot go to the
-    server, which answers and records them. The program's own key is removed. With a server started as `polar serve
-    --engine passthrough`, the provider answers, and the calls are recorded.
+    The program gets environment variables for a proxy on loopback and for the proxy's certificate authority, which only
+    this program trusts. Calls of the program to the hosts of OpenAI, ChatGPT, Anthropic, Google, Azure, Bedrock,
+    OpenRouter, Mistral and GitHub Copilot go to the server, which answers and records them. The program's own key is
+    removed from these calls. If the server was started as `polar serve --engine passthrough`, the calls keep the key:
+    the provider answers them, and the server records them.
     """
     options.require_choice("others", others, get_args(Others))
     program = shutil.which(command[0])

@@ -125,8 +125,8 @@ def print_checks(checks: Iterable[PreflightCheck]) -> None:
 
 
 class WholeTable(Table):
-    """A table that stays at least `needed` characters wide, because rich drops the narrowest columns to fit a
-    terminal."""
+    """A table that is at least `needed` characters wide, even in a narrower terminal. Without this minimum, rich would
+    drop the narrowest columns to make the table fit."""
 
     needed = 0
 
@@ -144,8 +144,8 @@ def make_table(
 ) -> WholeTable:
     """Return a table without borders. None is shown as `-`. Cells other than rich `Text` are shown in one line.
 
-    Columns in `right` are aligned to the right. Columns in `wrap` may wrap; all others are never cut, however narrow
-    the terminal is. Columns in `optional` are left out if no row has a value.
+    Columns in `right` are aligned to the right. In a narrow terminal, columns in `wrap` are wrapped; all other
+    columns keep their full width. Columns in `optional` are left out if no row has a value.
     """
     table = WholeTable(box=None, padding=(0, 1), header_style="dim")
     cells = [

@@ -43,7 +43,8 @@ MODES: tuple[PromptMode, ...] = ("continue", "render")
 TASK = "List the files of this folder with a command, read a.txt, write notes.txt about it, and say when it is done."
 SECOND_TASK = "Now run one command that counts the words of notes.txt, and say what it printed."
 DRIFT = Scenario("drift", "some turns", ("finish",), second=("finish",))
-"""A scenario with two turns of the user, for an engine that samples its own answers and therefore ignores the steps."""
+"""A scenario with two turns of the user, for an engine that samples its own answers. Such an engine ignores the
+scenario's steps, which prescribe answers."""
 SCORED_TOKENS = 200_000
 """Maximum length, in tokens, of a sequence whose log-probabilities are computed again."""
 _SHOWN_TOKENS = 12
@@ -85,7 +86,7 @@ class FidelityRow:
     detail: str = ""
     """The adapter's description of a failed start."""
     fault: str | None = None
-    """Why the scenario could not be run."""
+    """Why the scenario could not be run, or that the harness made no model request."""
     calls: int = 0
     bases: int = 0
     """Number of calls whose messages extend a recorded answer, even if their tokens do not."""
@@ -95,7 +96,7 @@ class FidelityRow:
     begins another trace."""
     causes: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
-    """Number of calls that were not continued, by reason."""
+    """Number of calls whose prompt does not continue recorded tokens, by reason."""
     edges: dict[str, int] = field(default_factory=dict)
     traces: int = 0
     recorded: int = 0
@@ -204,7 +205,7 @@ async def play(
 async def play_job(runner: ScenarioRunner, job: FidelityJob, *, score: bool = True) -> tuple[FidelityRow, ScenarioRun]:
     """Give a harness the awkward answers, and count the tokens.
 
-    If the harness cannot be run, `fault` of the row and of the run says why.
+    If the harness cannot be run, the returned row and run say why in their field `fault`.
     """
     started = time.monotonic()
     row = FidelityRow(job.adapter.name, job.installed.version, job.mode, job.template)
@@ -287,7 +288,7 @@ async def _run_until(enough: asyncio.Event, playing: Coroutine[Any, Any, Scenari
 async def count_tokens(row: FidelityRow, calls: Sequence[CallRecord], engine: Engine, *, score: bool) -> None:
     """Count calls, traces, drift and tokens of one session, and write the numbers to `row`.
 
-    With `score`, also let the engine score one sequence again (`_score_longest`).
+    With `score`, also let the engine score one trace again (`_score_longest`).
     """
     by_id = {call.call_id: call for call in calls}
     built = build(calls)
@@ -321,8 +322,11 @@ def _count_trained(row: FidelityRow, calls: Sequence[CallRecord], built: BuildRe
 
 
 async def _score_longest(row: FidelityRow, traces: Sequence[Trace], engine: Engine) -> None:
-    """Let the engine score one sequence again in one teacher-forced pass: of the sequences that it can hold, the one
-    with the most trained tokens."""
+    """Let the engine score one trace again in one teacher-forced pass.
+
+    The trace is the one with the most trained tokens among the traces that fit into the engine's context and have at
+    most `SCORED_TOKENS` tokens.
+    """
     limit = min(SCORED_TOKENS, engine.info.context_length - 1)
     fitting = [trace for trace in traces if len(trace.token_ids) <= limit]
     if not fitting:

@@ -75,7 +75,7 @@ class CustomInputDecoder:
         self._buffer = ""
         self._inside = False
         self.began = False
-        """True once the arguments have begun as expected."""
+        """True once the arguments have begun with `{"input": "`."""
 
     def feed(self, piece: str) -> str:
         self._buffer += piece

@@ -1,7 +1,7 @@
-"""`parallel_tool_calls = false`: the sampling of an answer ends where a second tool call begins.
+"""Limit of one tool call for each answer: sampling ends where a second tool call begins.
 
-The same holds for every request if the chat template refuses answers with two calls, because the next prompt would
-fail.
+The limit holds for requests with `parallel_tool_calls = false`. It holds for every request if the chat template refuses
+answers with two calls, because the next prompt would fail.
 
 The agent gets one call. If a second call were recorded, its tokens would be trained although no later prompt has them,
 and a prompt that continues from these tokens would have a call without a result. So the answer ends with its first
@@ -43,7 +43,7 @@ class OneCallLimit:
         self._states: dict[int, _ChoiceState] = {}
         self.hides_tokens = False
         """True if one event had both the end of the first call and the beginning of the second, so that tokens of the
-        second are recorded. Such an answer cannot be trained or continued."""
+        second call are recorded. Such an answer cannot be trained or continued."""
 
     async def apply(self, events: AsyncGenerator[SampleEvent, None]) -> AsyncGenerator[SampleEvent, None]:
         """Yield the events up to the first call of each choice. Closes `events` when all choices have ended."""

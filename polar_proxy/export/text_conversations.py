@@ -1,4 +1,4 @@
-"""Conversations of calls that were recorded as text: what hosted models answered, for SFT and preference data.
+"""Conversations with hosted models, for SFT and preference data. Their calls were recorded as text, without tokens.
 
 A conversation ends with an answer that no other call of the session continues. Side calls (titles), failed calls and
 attempts that the agent sent again are in no conversation.
@@ -26,7 +26,7 @@ class TextConversation:
 
 
 def text_conversations(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[TextConversation]:
-    """Return the conversations of a session's calls without tokens, ordered by start.
+    """Return the conversations that a session's calls without tokens form, ordered by start.
 
     `excluded`: call id -> why it is in no trace.
     """

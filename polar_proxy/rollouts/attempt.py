@@ -63,10 +63,10 @@ log = logging.getLogger(__name__)
 
 _PREPARE_SECONDS = 300.0
 _IDLE_SECONDS = 30.0
-"""How long to wait for calls that were in flight when the agent ended; they are recorded a moment later."""
+"""Maximum time to wait for calls that are still in flight when the agent has ended. Most end within a moment."""
 _RELEASE_IDLE_SECONDS = 5.0
-"""How long to wait for calls in flight on other gateways when the attempt is abandoned. Shorter than `_IDLE_SECONDS`,
-because no traces are built."""
+"""Maximum time to wait for calls in flight on other gateways when the attempt is abandoned. Shorter than
+`_IDLE_SECONDS`, because an abandoned attempt gets no traces."""
 _PROVIDER_LIMITS = frozenset({402, 429})
 """HTTP statuses with which a provider refuses every request while a limit (credit or rate) is reached."""
 _FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
@@ -74,7 +74,7 @@ _FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
     "failed": ("failed", "agent"),
     "timed_out": ("timed_out", "agent_timeout"),
 }
-"""(status, cause) of a rollout by the outcome of its agent."""
+"""Status and cause of a rollout, by the outcome of its agent."""
 
 
 class ProgressReporter(Protocol):

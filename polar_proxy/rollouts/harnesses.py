@@ -1,4 +1,4 @@
-"""Preparation of agents for sandboxes: installed on this machine and, for docker, built into images."""
+"""Preparation of agents for sandboxes: agents are installed on this machine and, for docker, built into images."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class HarnessInstaller:
     def __init__(
         self, cache: Path, note: Callable[[str], None] = lambda line: None, code: AllowedCode = NO_CODE
     ) -> None:
-        """`cache` is a folder that all processes of this machine share. It has the installed agents, one per version,
-        and the definition files of agents that the user has added. `code` lists the Python adapters that may be used
-        besides Polar's own."""
+        """`cache` is a folder that all processes of this machine share. It contains each installed version of each
+        agent, and the definition files of agents that the user has added. `code` lists the Python adapters that may be
+        used besides Polar's own."""
         self.folder = cache
         self._code = code
         self._note = note

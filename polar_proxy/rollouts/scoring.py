@@ -23,7 +23,7 @@ from polar_proxy.rollouts.infrastructure import InfrastructureError, infrastruct
 log = logging.getLogger(__name__)
 
 _SETUP_SECONDS = 300.0
-"""Time limit of opening sandboxes and applying patches; each evaluator's command adds the task's own limit."""
+"""Time limit for opening sandboxes and applying patches. The task's limits for the evaluators' commands are added."""
 
 
 async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:

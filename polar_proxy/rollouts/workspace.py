@@ -151,7 +151,7 @@ async def pack_files(sandbox: Sandbox, *, snapshot: bool) -> tuple[str, bytes]:
     """Return the id of a git tree with the workspace's files, byte by byte as they are, and a pack with this tree.
 
     Call it only before the agent starts: git runs inside the sandbox, where an agent could have changed what git does.
-    With `snapshot` all files are included, otherwise those that the workspace's repository tracks.
+    With `snapshot`, all files are included; without it, only files that the workspace's repository tracks.
     """
     script = _PACK.replace("LIST_FILES", _LIST_ALL if snapshot else _LIST_TRACKED)
     argv = ("sh", "-c", script, "sh", f"{sandbox.home}/{_PACK_REPOSITORY}")

@@ -24,12 +24,12 @@ the session's next call is a root."""
 _QUOTE = 160
 """Maximum number of characters of a `Quote`."""
 _MIN_AGENT_PROMPT, _MIN_ARGUMENT, _MIN_ANSWER, _MIN_LINE = 12, 80, 400, 40
-"""Minimum length in characters of texts that identify a conversation: the prompt of an agent, another argument of a
-tool call, an answer, and a line of an answer."""
+"""Minimum length in characters of texts that identify a conversation: the prompt of a sub-agent, any other argument
+of a tool call, an answer, and a line of an answer."""
 _MIN_TURN = 200
-"""Length in characters above which an assistant turn without tool calls identifies its conversation."""
+"""An assistant turn without tool calls identifies its conversation if it has at least this many characters."""
 _QUOTABLE = 32
-"""Number of newest calls whose quotes are searched for."""
+"""A new conversation is searched for the quotes of at most this many calls, the newest ones."""
 
 CallState = Literal["running"] | CallStatus
 QuoteKind = Literal["agent_prompt", "argument", "summary", "answer"]
@@ -151,8 +151,10 @@ def _answer_digest(node: CallNode) -> bytes | None:
 
 
 def fingerprint_of(node: CallNode) -> Json:
-    """Return the JSON from which the call is indexed again after a restart: keys as hex, and short quotes of the
-    call's texts. The JSON is stored with the call."""
+    """Return a call's fingerprint as JSON: its keys as hex, and short quotes of its texts.
+
+    The fingerprint is stored with the call. After a restart, the index is rebuilt from the fingerprints.
+    """
     fingerprint: Json = {
         "form": _FINGERPRINT_FORM,
         "asked": node.asked.hex(),

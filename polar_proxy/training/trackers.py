@@ -1,9 +1,9 @@
 """Experiment trackers: `report_to = ["tensorboard", "wandb", "mlflow", "trackio"]` in `[grpo]`.
 
-Each tracker gets the numbers of every line of metrics.jsonl, under `KIND/NAME` and the number of the step. Each needs
-its own package: pip install 'polar-proxy[NAME]'. A resumed run continues the tracker's record of the killed run,
-because the run's id is kept in its folder. Repeated steps replace the lost ones or follow them, depending on the
-tracker.
+Each tracker gets the numbers of every line of metrics.jsonl: each number has the name `KIND/NAME`, and the step of its
+line. Each tracker needs its own package: pip install 'polar-proxy[NAME]'. When a killed run is resumed, the tracker
+continues the same record, because the run's id is kept in the run's folder. The resumed run repeats the steps after the
+last checkpoint. Depending on the tracker, the numbers of repeated steps replace the old numbers or follow them.
 """
 
 from __future__ import annotations
@@ -143,6 +143,6 @@ TRACKERS: dict[str, Callable[[Path, Json, int], MetricsTracker]] = {
 
 
 def _tracker_id(run: Path) -> str:
-    """Return the run's id, which `training.run` keeps in its folder; without one, the folder's name."""
+    """Return the run's id, which `training.run` keeps in the run's folder. Without an id, return the folder's name."""
     file = run / "run_id"
     return file.read_text() if file.exists() else run.name

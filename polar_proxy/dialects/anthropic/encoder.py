@@ -2,9 +2,10 @@
 
 Source: https://docs.anthropic.com/en/api/messages-streaming
 
-Text and thinking are streamed as they arrive. A tool call is sent when it is complete and committed: `input` must be an
-object, which is known only when all arguments were sampled. (Anthropic's own servers hold arguments back for the same
-reason.) The arguments of a tool with `eager_input_streaming` (an eager tool) are streamed as they arrive, valid or not.
+Text and thinking are streamed as they arrive. A tool call is sent at the end of the answer, when the answer is
+recorded: `input` must be an object, and only the complete arguments show whether they are an object. (Anthropic's own
+servers hold arguments back for the same reason.) The arguments of a tool with `eager_input_streaming` (an eager tool)
+are streamed as they arrive, valid or not.
 
 One block is open at a time. While the arguments for an eager tool are incomplete, other text and tool calls wait until
 these arguments are complete or the answer ends.
@@ -76,7 +77,7 @@ class AnthropicEncoder(Encoder):
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
     """The tool calls so far, if there are eager tools."""
     _waiting: list[tuple[str, str]] = field(default_factory=list, init=False)
-    """(type of block, text) that is not sent yet, because the arguments of the open tool call are incomplete."""
+    """Text and thinking that wait until the arguments of the open tool call are complete: (type of block, text)."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
         out = b"" if self._started else self._start(event.prompt_ids, event.cached_tokens)

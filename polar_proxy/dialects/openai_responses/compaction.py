@@ -2,9 +2,10 @@
 
 Source: https://platform.openai.com/docs/api-reference/responses/compact
 
-The request is the conversation with an instruction to summarise it. It is recorded as a response with `store: false`,
-because the API has no way to retrieve a compaction. The answer holds the user's messages and one item of type
-`compaction` with the summary. If the client sends this item back in a later request, it is read as a user message.
+The model gets the conversation, followed by an instruction to summarise it. The call is recorded like a response with
+`store: false`, because the API has no way to retrieve a compaction. The answer holds the user's messages and one item
+of type `compaction` with the summary. If the client sends this item back in a later request, the model gets the summary
+as a user message.
 """
 
 from __future__ import annotations

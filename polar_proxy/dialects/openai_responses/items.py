@@ -6,10 +6,11 @@ parts of one answer. n counts the answer's items of that kind, from 0: the recor
 so a position among all items could not be found again. The ids of input items are `in_<t>_<n>`, for message n of the
 call's request; an item to which the client gave an id keeps that id.
 
-The item of a custom tool's call holds the text of the arguments `{"input": text}`. If the arguments are not of this
-form, it holds the whole argument string, which is read back unchanged. There are two signs of such a string: it begins
-with `{"input": "` but is not complete JSON of this form, or the item's id begins with `ctcraw`. A call of a built-in
-tool is sent as a `function_call` if the arguments do not fit into the tool's own item.
+The arguments of a custom tool's call should have the form `{"input": text}`; the item of the call then holds the text.
+If the arguments have another form, the item holds the whole argument string. If the client sends the item back, this
+string is read unchanged. There are two signs of such a string: it begins with `{"input": "` but is not complete JSON of
+this form, or the item's id begins with `ctcraw`. A call of a built-in tool is sent as a `function_call` if the
+arguments do not fit into the tool's own item.
 
 Reasoning is sent as a summary (an open model has nothing to hide), and also as `encrypted_content`, because many
 clients keep only that. Reasoning is read back from either field.
@@ -153,9 +154,10 @@ def _listed_part(part: Json, of_assistant: bool) -> Json:
 
 
 def call_item(tools: Toolbox, call: ToolCall, call_id: str, number: int, status: str) -> Json:
-    """Return tool call `number` of an answer as the item of its tool's kind.
+    """Return a tool call of an answer as an output item of the kind that belongs to the tool.
 
-    It is a `function_call` if the tool was not offered, or if the arguments do not fit the item of a built-in tool.
+    The item is a `function_call` if the tool was not offered, or if the arguments do not fit a built-in tool's item.
+    `number`: the position of the call among the answer's tool calls, from 0.
     """
     tool = tools.tools.get(call.name)
     kind = tool.kind if tool else "function"

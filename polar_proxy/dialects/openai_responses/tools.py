@@ -1,4 +1,4 @@
-"""The tools of a Responses body, and the functions that the engine is offered for them.
+"""The tools of a Responses body, and the functions that the engine is offered in place of the tools.
 
 Engines know only functions. A tool of another kind is offered as a function, and a call of that function goes back to
 the client as the item of the tool's kind:
@@ -39,15 +39,16 @@ def _object(required: list[str], **properties: Json) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class BuiltInTool:
-    """A tool whose arguments the API defines. A call is an item of type `item`, with the arguments in the field named
-    `arguments_field`."""
+    """A tool whose arguments the API defines. A call of the tool is an item: `item` is the item's type, and
+    `arguments_field` the name of the item's field with the arguments."""
 
     description: str
     parameters: Json
     item: str
     arguments_field: str
     constants: Json = field(default_factory=dict)
-    """Members of the field `arguments_field` that the model does not write, with their values."""
+    """Members, with their values, that the field named by `arguments_field` has besides the arguments. The model does
+    not write these members."""
 
 
 BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
@@ -109,7 +110,7 @@ class Toolbox:
     of_provider: list[str] = field(default_factory=list)
     """Types of the tools that the provider itself runs. They are not offered."""
     _names: dict[tuple[str | None, str], str] = field(default_factory=dict)
-    """(namespace, name) -> offered name."""
+    """The offered name of each tool of the client, by (namespace, name)."""
 
     def add(self, raw: Any, path: str) -> list[str]:
         """Add one tool as the client wrote it. Return the names under which it is offered. Raises RequestError."""

@@ -25,7 +25,8 @@ CONTEXT_LENGTH = 128_000
 def hosted_info(
     engine: str, version: str, model: str, context_length: int = CONTEXT_LENGTH, *capabilities: str
 ) -> EngineInfo:
-    """Return the description of a provider's model. `capabilities` are added to those that all providers have."""
+    """Return the description of a provider's model. `capabilities` are added to the capabilities that
+    all providers have."""
     return EngineInfo(
         engine=engine,
         version=version,
@@ -79,9 +80,9 @@ class HostedEngine(ServerEngine):
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
-        """Generate an answer; its events carry no ids.
+        """Generate an answer, whose events carry no token ids.
 
-        Log-probabilities are not requested even if the client wants them: without ids they cannot be assigned to
+        Log-probabilities are not requested even if the client wants them: without token ids they cannot be assigned to
         tokens. If the provider does not count the tokens, the last event has Polar's estimate.
         """
         decoder = self._decoder(request)
@@ -117,8 +118,8 @@ class HostedEngine(ServerEngine):
         raise RequestError(f"{self.client.name} does not accept token ids.", status=501, code="unsupported")
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Return the number of prompt tokens as tiktoken counts them; if it does not know the model, an estimate from
-        the number of bytes."""
+        """Return the number of prompt tokens as tiktoken counts them. If tiktoken does not know the model, return an
+        estimate from the number of bytes."""
         tokens, _ = await asyncio.to_thread(self._counter.count, self.info.model, request_text(request))
         return tokens
 

@@ -1,4 +1,4 @@
-"""Sample answers under a grammar: a `response_format`, or a `tool_choice` that requires a tool call.
+"""Sample answers under a grammar, which comes from a `response_format` or from a `tool_choice` that requires a call.
 
 A `response_format` is enforced only while the model may not call tools, see `base.enforced_format`. A required tool
 call is sampled in the Hermes format, so that it is parsed and rendered like any other. Log-probabilities are those of
@@ -22,7 +22,7 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The separators of json.dumps, because chat templates show the model JSON with these separators."""
+"""The separators of json.dumps. Chat templates write JSON with these separators, too, so the model is used to them."""
 
 
 class GrammarMask:

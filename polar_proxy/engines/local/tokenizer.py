@@ -1,7 +1,7 @@
 """Render and encode conversations, and decode sampled token ids.
 
-Messages are prepared for the chat template as vLLM does it. Invariant of streams: the texts of a stream, joined, are
-the decoding of all its ids without special tokens, up to the first stop string.
+Messages are prepared for the chat template in the same way as in vLLM. Invariant of streams: the texts of a stream,
+joined, are the decoding of all its ids without special tokens, up to the first stop string.
 """
 
 from __future__ import annotations

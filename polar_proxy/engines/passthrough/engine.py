@@ -37,8 +37,8 @@ PROVIDER_HOSTS = {
     "anthropic_messages": "api.anthropic.com",
     "google_generate_content": "generativelanguage.googleapis.com",
 }
-"""dialect -> the provider's host. Used if the agent's base URL is Polar's own, so that the request names no provider. A
-dialect that is not in this table has `OPENAI_HOST`."""
+"""The provider's host by dialect. If an agent's base URL is Polar's own, the agent's requests name no provider, and are
+sent to this host. Dialects that are not in this table have `OPENAI_HOST`."""
 OPENAI_HOST = "api.openai.com"
 _CONTEXT_LENGTH = 200_000
 """The context length in tokens that is reported to harnesses, because the model is not known before a request."""
@@ -49,7 +49,7 @@ _NOT_SENT = frozenset(
 """Request headers that are not passed on: headers that concern only the connection to the agent, and
 `accept-encoding`, because Polar cannot read a compressed answer."""
 _KEYS_OF_POLAR = ("sk-polar-", "polar-admin-", "polar-trainer-", "polar_view=")
-"""Texts that show one of Polar's own keys: the prefixes of session and API keys, and the web page's cookie."""
+"""Texts by which Polar's own keys are recognised: the prefixes of session and API keys, and the web page's cookie."""
 _MOST_HOSTS = 64
 """Maximum number of hosts whose connections are kept, because agents can name any number of hosts."""
 _NOT_RETURNED = frozenset({"connection", "content-length", "transfer-encoding", "keep-alive", "trailer", "upgrade"})
@@ -150,7 +150,7 @@ class PassthroughEngine(Engine):
 class _AnswerReader:
     """Reads the pieces of a provider's answer for the record, up to the first piece that Polar cannot read.
 
-    The agent gets the pieces after it, too. In these, Polar looks only for errors and for the end of the answer.
+    The agent also gets the later pieces. Polar searches the later pieces only for errors and for the end of the answer.
     """
 
     def __init__(self, raw: ProviderRequest, request: EngineRequest) -> None:

@@ -1,11 +1,12 @@
 """`vllm`: vLLM's OpenAI server over HTTP, recorded with exact token ids and log-probabilities.
 
 Conversations go to `/v1/chat/completions` and raw prompts to `/v1/completions`, both with `return_token_ids` and
-log-probabilities. When it is entered, the engine verifies that the server can do this (`probe.py`), and refuses to be
-used if it cannot.
+log-probabilities. When the engine is entered, it verifies that the server returns ids and log-probabilities
+(`probe.py`). If the server does not, entering fails.
 
-A conversation that continues from exact ids goes to `/v1/completions` too. Its answer is parsed as the chat route would
-parse it (`answer_parser.py`), by a parser that was verified too. If there is none, `continue_problem` says why.
+A conversation that continues from exact ids goes to `/v1/completions`, too. Polar parses the answer as the chat route
+would (`answer_parser.py`), with a parser that was compared with this route. If no parser agrees with the route, no
+conversation is continued, and `continue_problem` says why.
 
 An answer of the chat route is streamed from the server if the client streams or the request has tools. Without tools, a
 client that does not stream is served from one JSON object, which costs much less than a stream of many chunks. With
@@ -111,7 +112,7 @@ class VllmEngine(LocallyRenderingEngine):
         await super().__aexit__(kind, error, trace)
 
     async def _use_model_files(self) -> None:
-        """Render conversations in this process, if the model's folder can be read and gives the server's ids.
+        """Render conversations in this process, if the model's folder can be read and rendering gives the server's ids.
 
         The stop tokens of the model's `generation_config.json` are added to the tokens that end a turn, if the server
         really stops at them.
@@ -241,7 +242,7 @@ class VllmEngine(LocallyRenderingEngine):
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         """Implement `Engine.render` by `VllmClient.render`, if the probe found that it gives the chat route's ids.
 
-        If it does not, sample one token by the chat route and return the prompt ids in its answer.
+        Otherwise, let the chat route sample one token, and return the prompt ids from the answer.
         """
         if self._server.renders:
             return await self.client.render(render_body(request, generation=generation))

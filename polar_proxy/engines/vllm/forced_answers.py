@@ -56,14 +56,14 @@ class ForcedAnswer:
     parsed: ParsedAnswer
     text: str = ""
     sampled: tuple[int, ...] = ()
-    """All ids, with the one that ended the answer."""
+    """All sampled ids, including the stop token that ended the answer."""
     chunks: tuple[int, ...] = ()
     """How many ids of `sampled` each chunk of the server's stream had. Some parsers parse the same ids differently if
     they come in other chunks."""
     prompt: tuple[int, ...] = ()
     own: bool = False
-    """True if a tool call in the template's format was sampled, or if the chat route parsed a tool call. (A grammar of
-    the server's own may force calls in another format.)"""
+    """True if a tool call was sampled in the template's format. Also true if the chat route parsed a tool call, because
+    a grammar of the server may force tool calls into another format."""
     cut: bool = False
     """True if `max_tokens` cut the answer. The chat route parses a cut tool call in one way in a stream and in another
     in a whole answer."""

@@ -1,4 +1,4 @@
-"""Trainer formats: rows of `tokens-jsonl` as the records of other trainers, one module for each trainer. Pure.
+"""Trainer formats: convert rows of `tokens-jsonl` to the records of other trainers. Each trainer has one module. Pure.
 
 Ids, mask and log-probabilities of a record are exactly those recorded. A row that does not fit a format is refused with
 RowError, never changed to fit.

@@ -5,7 +5,7 @@ But their own normalisation of rewards averages over samples, so that a rollout 
 times. To prevent this, give `--custom-reward-post-process-path polar_proxy.export.formats.slime.reward_post_process`.
 
 A file for `--load-debug-rollout-data` is `debug_data(samples)` written by `torch.save`. Source of the fields: slime's
-`utils/types.py` and `rollout/batch_builder.py`; Miles has the same ones.
+`utils/types.py` and `rollout/batch_builder.py`; Miles has the same fields.
 """
 
 from __future__ import annotations

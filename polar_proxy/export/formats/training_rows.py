@@ -2,7 +2,8 @@
 
 Promises:
 
-* A position with mask 1 has a finite recorded log-probability; a row without one is refused, never repaired.
+* A position with mask 1 has a finite recorded log-probability. A row that lacks such a value is refused, never
+  repaired.
 * A token whose mask is 0 is context: formats that need a log-probability there get 0.0, which no loss reads.
 * A rollout counts once in its group's baseline, however many traces it has.
 """
@@ -31,18 +32,18 @@ class TrainingRow:
     task_id: str | None
     session_id: str
     prompt_ids: tuple[int, ...]
-    """[p], never empty"""
+    """Ids of the prompt, [p]; never empty."""
     response_ids: tuple[int, ...]
-    """[m]"""
+    """Ids of the response, [m]."""
     loss_mask: tuple[int, ...]
-    """[m], 1 where sampled, with at least one 1"""
+    """1 for each sampled token of the response, 0 for all other tokens of the response, [m]. At least one is 1."""
     logprobs: tuple[float, ...]
-    """[m], nats, as recorded at sampling; 0.0 where the mask is 0"""
+    """Log-probabilities of the response, in nats, as recorded at sampling, [m]; 0.0 where the mask is 0."""
     reward: float | None
     advantage: float | None
-    """The advantage of its rollout, once `with_advantages` has set it."""
+    """The advantage of the row's rollout; None until `with_advantages` has set it."""
     masked: bool
-    """True if its rollout counts in the baseline but is not trained."""
+    """True if the row's rollout counts in the baseline but is not trained."""
     status: str | None
     versions: tuple[str, ...]
     """The policy versions that sampled the row's tokens, in order, each once; empty if the engine reported none."""
@@ -123,7 +124,8 @@ def _policy_versions(trace: Trace) -> tuple[str, ...]:
 
 
 def _temperature(trace: Trace) -> float:
-    """Return the temperature of the log-probabilities. Raise RowError if answers differ in it or do not record it."""
+    """Return the temperature of the log-probabilities. Raise RowError if the answers of the trace have different or
+    unknown temperatures."""
     raw = trace.rescored
     found = {1.0 if raw or each.logprob_mode == "raw" else each.temperature for each in trace.sampling}
     if len(found) != 1 or (temperature := found.pop()) is None:

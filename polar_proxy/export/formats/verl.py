@@ -1,4 +1,5 @@
-"""verl: rows as the outputs of an agent loop, a dataset with one prompt for each group, and the recorded groups.
+"""verl: convert rows to the outputs of an agent loop, make a dataset with one prompt for each group, and return the
+recorded rollouts of a group to verl's trainer.
 
 verl's trainer repeats a prompt `rollout.n` times and calls the agent loop with `session_id` 0 .. n - 1. The loop may
 return several outputs, one for each trace; the baseline counts the last output of each session. So row k of the dataset

@@ -1,6 +1,7 @@
 """Open connections: a limit on their number, parsing in slices, and time limits for clients that do not read.
 
-The base class of both protocols of the gateway: HTTP (`limits.py`) and WebSocket (`websocket.py`).
+`LimitedConnection` is the base class for both protocols of the gateway: HTTP (`limits.py`) and WebSocket
+(`websocket.py`).
 """
 
 from __future__ import annotations
@@ -158,7 +159,10 @@ class LimitedConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def start_pace(self, subject: str) -> None:
-        """Measure from now on how fast a body comes, and refuse it if it is too slow. `subject`: its name in errors."""
+        """Measure from now on how fast a body arrives, and refuse a body that is too slow.
+
+        `subject`: the name of the body in errors.
+        """
         self.stop_pace()
         self._pace = BodyPace(self.limits, subject)
         self._check_pace_later(self._pace)

@@ -8,9 +8,9 @@
 Promises:
 
 * A session sees its own responses only. The error for a response of another session is the same as for an unknown id,
-  so that a session cannot learn whether the response exists. Three other kinds of responses get this error, too: those
-  that were deleted, those with `store: false`, and those that failed or are unfinished, except in the background.
-* A request for a response that the engine `passthrough` answered is passed on to its provider.
+  so that a session cannot learn whether the response exists. The same error is sent for a deleted response, for a
+  response with `store: false`, and for a failed or unfinished response that was not requested with `background: true`.
+* If the engine `passthrough` made a response, requests for this response are passed on to its provider.
 * These routes record no call. A deleted response can neither be retrieved nor referred to; its call stays recorded.
 """
 
@@ -56,8 +56,8 @@ _METHODS = {None: ("GET", "DELETE"), "input_items": ("GET",), "cancel": ("POST",
 _CANCEL_SECONDS = 10.0
 """How long to wait until a cancelled call is recorded."""
 _ENTRY_BYTES, _MESSAGE_BYTES = 512, 64
-"""Memory in bytes, besides the texts of messages, of a kept warm-up (a request with `generate: false`) and of each of
-its messages."""
+"""Memory in bytes of a kept warm-up (a request with `generate: false`) and of each of its messages. The texts of the
+messages are not included."""
 
 FindSession = Callable[[Mapping[str, str], str | None, asgi.Scope], Awaitable[SessionState]]
 """Returns the session of a request, from its headers, the key in its path and its scope. Raises RequestError."""
@@ -70,7 +70,7 @@ class StoredResponseRoute(NamedTuple):
 
     @classmethod
     def of_path(cls, path: str) -> StoredResponseRoute | None:
-        """Return the route of `path`, which has no prefix `/s/{key}` any more; None if another route serves it."""
+        """Return the route of `path`, which must be without the prefix `/s/{key}`. None for paths of other routes."""
         found = _ROUTE.fullmatch(path)
         return None if found is None else cls(clean_text(found[1]) or "", found[2])
 
@@ -94,11 +94,13 @@ class StoredCalls:
     async def find(
         self, session: SessionState, dialect: Dialect, call_ids: Collection[str], resumable: Collection[str] = ()
     ) -> dict[str, CallRecord]:
-        """Return the calls with these ids that belong to this session and dialect.
+        """Return the calls with these ids that belong to this session and dialect, except the following:
 
-        Left out are calls with `store: false` whose ids are not in `resumable`, calls whose response was deleted, and
-        calls without an answer, unless they ran in the background. Raises StoreError, and RequestError if their
-        conversations are too large.
+        * calls whose response was deleted;
+        * calls with `store: false` whose ids are not in `resumable`;
+        * calls without an answer, if they did not run in the background.
+
+        Raises StoreError, and RequestError if the conversations of the calls are too large.
         """
         unrecorded = {call_id: call for call_id in call_ids if (call := session.unrecorded(call_id)) is not None}
         calls = [*unrecorded.values(), *await self.read(session, set(call_ids) - unrecorded.keys())]
@@ -134,10 +136,10 @@ class StoredCalls:
         return referenced
 
     async def known_answers(self, session: SessionState, call_ids: Collection[str]) -> dict[str, ReferencedCall]:
-        """Return the answers of the calls with these ids, as far as they are in memory. Raises StoreError.
+        """Look up the answers of the calls with these ids in memory, and return those found. Raises StoreError.
 
-        If a session's requests refer to earlier answers, these are kept in memory, so that they are not read from the
-        store for each request.
+        If a session's requests refer to earlier answers, the session's answers are kept in memory, so that they are not
+        read from the store for each request.
         """
         known = {
             call_id: ReferencedCall((), answer)

@@ -44,7 +44,7 @@ class Link:
         while len(data) < length:
             part = os.read(self._reading, min(length - len(data), 1 << 20))
             if not part:
-                raise LinkClosedError("the process ended")
+                raise LinkClosedError("the process at the other end of the connection has ended")
             data += part
         return data
 

@@ -177,10 +177,10 @@ class SessionRepository(Repository):
             await self._database.write(write)
 
     async def mark_unrecorded(self, mark: OutageMark) -> str:
-        """Mark a session that lost a call, and return its id.
+        """Mark a session that lost a call as incomplete, and return the session's id.
 
-        If the session was opened while the database could not be written, it is stored first. If the database already
-        has a session with its key, that session is marked instead, and its id is returned.
+        A session that was opened while the database could not be written is stored first. If the database already has a
+        session with the same key, this stored session is marked, and its id is returned.
         """
         session_id = mark.session_id
         if mark.key_hash is not None:
