@@ -1,4 +1,4 @@
-"""Runs this machine's git on an agent's files, so that nothing that an agent wrote can change git's behaviour.
+"""Runs this machine's git on an agent's files. Nothing that the agent wrote can change how git behaves.
 
 Configuration, attributes and hooks come only from a repository that Polar made. Replacement objects and the environment
 variables of this process have no effect. git starts in an empty folder and finds no repository by itself.
@@ -89,7 +89,8 @@ def run_clean_git(
 
 @contextmanager
 def _ended_after(seconds: float, process: subprocess.Popen[bytes]) -> Iterator[threading.Event]:
-    """Kill the process at the end of the block, or after `seconds`. Set the yielded event if the time ran out."""
+    """Kill the process after `seconds`, at the latest at the end of the block. Yield an event that is set if the time
+    ran out."""
     expired = threading.Event()
 
     def expire() -> None:
@@ -116,6 +117,6 @@ def _program() -> str:
     program = shutil.which("git")
     if program is None:
         raise CleanGitError(
-            "git is not installed on this machine: install it, because Polar reads agents' changes with it"
+            "git is not installed on this machine: install git, because Polar reads agents' changes with git"
         )
     return program

@@ -24,8 +24,8 @@ from harness_adapters.base import (
 )
 
 SESSION_KEY = "POLAR_SESSION_KEY"
-"""Variable with the session's key, for harnesses whose settings hold the name of a variable and not the key. (The
-variable POLAR_API_KEY is for the key of Polar's own HTTP API.)"""
+"""Name of the environment variable with the session's key, for harnesses whose settings name a variable instead of
+holding the key. (The variable POLAR_API_KEY is for the key of Polar's own HTTP API.)"""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _FOLDER_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -37,7 +37,8 @@ class RunLimit:
     exit_code: int
     name: str
     pattern: str = ""
-    """Regular expression that the output of a run with `exit_code` must contain; `^` and `$` match at each line."""
+    """Regular expression. A run that exited with `exit_code` has reached this limit only if its output matches. `^` and
+    `$` match at each line."""
 
 
 class BaseHarness(HarnessAdapter):
@@ -116,7 +117,10 @@ class ConnectableHarness(BaseHarness):
 
     @abstractmethod
     def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
-        """Return the connection to `endpoint`. `make_plan` adds the settings of an unattended run."""
+        """Return environment, arguments and settings files that point the harness at `endpoint`.
+
+        `make_plan` adds what only an unattended run needs.
+        """
 
     @property
     def speaks_acp(self) -> bool:
@@ -153,7 +157,10 @@ def make_launch_plan(
     settings: Mapping[str, Mapping[str, object]] | None = None,
     files: Mapping[str, str] | None = None,
 ) -> LaunchPlan:
-    """Return a launch plan that adds `env`, `settings` and `files` to a connection. Tables of `settings` are merged."""
+    """Return a launch plan of `argv`, with the environment and the settings files of `connection`.
+
+    `env`, `settings` and `files` are added. Tables in `settings` are merged into the connection's tables.
+    """
     merged = _merge(connection.settings, settings or {})
     return LaunchPlan(
         argv=tuple(argv), env={**connection.env, **(env or {})}, files={**settings_files(merged), **(files or {})}
@@ -231,8 +238,8 @@ def skill_files(folder: str, skills: Iterable[Skill]) -> dict[str, str]:
 def mcp_table(servers: Iterable[McpServer], url_key: str = "url", **remote: object) -> dict[str, dict[str, object]]:
     """Return the settings of each server by its name, in the form that most clients share.
 
-    A server with a command has the settings command, args and env. A server with a URL has the URL, under the key
-    `url_key`, and the settings in `remote`.
+    A server with a command has the settings command, args and env. A server with a URL has the settings in `remote`,
+    and its URL as the setting named `url_key`.
     """
     table: dict[str, dict[str, object]] = {}
     for server in servers:

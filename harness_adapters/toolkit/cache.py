@@ -28,7 +28,7 @@ STEP_SECONDS = 1800.0
 def folder_of(cache_root: Path, name: str, version: str, recipe: object) -> Path:
     """Return the path of the folder made from `recipe`, which must be serialisable as JSON.
 
-    Raises `HarnessError` if `version` is not a version.
+    Raises `HarnessError` if an installer could take `version` for an option, a path or a URL.
     """
     check_version(version)
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:8]

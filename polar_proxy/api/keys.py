@@ -24,11 +24,11 @@ async def new_api_key_route(store: ApiStore, body: m.KeyRequest) -> m.CreatedKey
 
 @admin.get("/keys", tags=["keys"])
 async def list_api_keys(store: ApiStore) -> m.KeyList:
-    """List the name, role and label of each key of the HTTP API, including revoked ones; never the key itself."""
+    """List the name, role and label of each key of the HTTP API, including revoked keys. The keys are not shown."""
     return await list_keys(store)
 
 
 @admin.post("/keys/{key_name}/revoke", tags=["keys"])
 async def revoke_api_key(store: ApiStore, key_name: Annotated[str, Path(description="Name of the key.")]) -> m.ApiKey:
-    """Revoke a key of the HTTP API. It is refused from now on."""
+    """Revoke a key of the HTTP API. Requests with this key are refused from now on."""
     return convert(m.ApiKey, await require("API key", key_name, store.api_keys.revoke(key_name)))

@@ -28,7 +28,8 @@ class SessionFields(ApiResponseModel):
     closed_at: float | None
     """When the session was closed; null while it is open."""
     incomplete: str | None
-    """Why the session must not be trained on; null if all calls are recorded."""
+    """`unrecorded_calls` if some calls were answered but not recorded: the session must then not be trained on. Null
+    if all calls are recorded."""
     spent: str | None
     """Name of the budget limit that the session reached, such as max_calls; null if it reached none."""
     failed_calls: int
@@ -42,8 +43,8 @@ class SessionFields(ApiResponseModel):
     last_call_at: float | None
     """When the last call ended."""
     reward: float | None = None
-    """The newest reward of the session as a whole. null if the session belongs to a rollout, because rewards are then
-    given to the rollout."""
+    """The newest reward of the session as a whole; null if it has none. The session of a rollout has none, because
+    rewards are then given to the rollout."""
 
 
 class Session(SessionFields):
@@ -128,7 +129,7 @@ class SessionCall(ApiResponseModel):
     edge: str
     """How the call relates to an earlier call: root, continues, retries, rewinds, compacts, subagent or side_call."""
     parent_call_id: str | None
-    """Id of the earlier call that the relation `edge` refers to; null without such a call."""
+    """Id of the earlier call that the relation `edge` refers to; null if there is no such call."""
     rule: str | None = None
     """Name of the rule that decided the edge."""
     reason: str | None = None
@@ -276,7 +277,7 @@ class CallDetail(ApiResponseModel):
     edge: str
     """How the call relates to an earlier call."""
     parent_call_id: str | None
-    """Id of the earlier call that the relation `edge` refers to; null without such a call."""
+    """Id of the earlier call that the relation `edge` refers to; null if there is no such call."""
     rule: str | None = None
     """Name of the rule that decided the edge."""
     reason: str | None = None

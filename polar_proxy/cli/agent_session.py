@@ -1,4 +1,4 @@
-"""The session (server, model and key) that `polar connect` and `polar intercept` give a program, and the start of the
+"""Open the session (server, model and key) that `polar connect` and `polar intercept` give a program, and start the
 program."""
 
 from __future__ import annotations

@@ -60,10 +60,10 @@ def load_settings(
 
 
 def import_named_code(*names: str | None) -> None:
-    """Import the modules of names `module:object` if they are in the current folder, where `python -m` finds modules.
+    """Import the module of each name `module:object`, if the module is in the current folder. Skip all other names.
 
-    Call it only with names that the user typed. The folder is on the module path during these imports only, so that
-    names in tasks, requests and settings files are not looked up there. Raises UsageError if a module cannot be
+    Call this function only with names that the user typed. The folder is on the module path only during these imports,
+    so that names in tasks, requests and settings files are not looked up there. Raises UsageError if a module cannot be
     imported.
     """
     folder = os.getcwd()

@@ -96,12 +96,15 @@ Seed = Annotated[
     typer.Option(
         min=0,
         help="First instance of a task family, or first task (from 0) of a file or folder. Without --instances: run "
-        "only this one.",
+        "only this instance or task.",
     ),
 ]
 Instances = Annotated[
     int | None,
-    typer.Option(min=1, help="Run N tasks, from --seed on. Default: all tasks of a file or folder, one of a family."),
+    typer.Option(
+        min=1,
+        help="Run N tasks, from --seed on. Default: all tasks of a file or folder, or one instance of a task family.",
+    ),
 ]
 Concurrency = Annotated[int | None, typer.Option(min=1, help="Maximum number of rollouts that run at a time.")]
 LogLevel = Annotated[

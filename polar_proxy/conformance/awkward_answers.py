@@ -191,7 +191,8 @@ def _bracketed(opening: str, items: list[str], closing: str, style: JsonStyle) -
 
 
 def qwen_text(reply: ScriptedReply) -> str:
-    """Return an answer as a Qwen model samples it: reasoning in `<think>`, empty or not, and Hermes tool calls."""
+    """Return an answer as a Qwen model samples it: `<think>` tags, even around an empty reasoning, then the text and
+    Hermes tool calls."""
     out = f"<think>\n{reply.reasoning}\n</think>\n\n{reply.text}"
     for number, call in enumerate(reply.calls):
         out += ("\n" if reply.text or number else "") + "<tool_call>\n"

@@ -91,8 +91,8 @@ class _ForcingClient(VllmClient):
 class ForcedVllmEngine(VllmEngine):
     """A vLLM server that samples the answers of `script(request)`.
 
-    Entering raises EngineError if the server lacks the plugin. `template` replaces the model's chat template (which
-    needs `--trust-request-chat-template` of the server). `cut_every` is the argument `every` of `split_randomly`.
+    Entering raises EngineError if the server lacks the plugin. `template` replaces the model's chat template. The
+    server must then run with `--trust-request-chat-template`. `cut_every` is the argument `every` of `split_randomly`.
     """
 
     def __init__(

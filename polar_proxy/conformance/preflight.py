@@ -91,7 +91,7 @@ async def _check_program(sandbox: Sandbox, program: str) -> PreflightCheck:
 
 
 async def _check_start(adapter: HarnessAdapter, installed: Installation, sandbox: Sandbox) -> list[PreflightCheck]:
-    """Check that the harness prints the installed version. Return an empty list if it has no version command."""
+    """Check that the harness prints the installed version. If it has no version command, return an empty list."""
     program, root = str(installed.program), str(installed.root)
     argv = [word.replace("{program}", program).replace("{root}", root) for word in adapter.info.version_command]
     if not argv:
@@ -172,7 +172,7 @@ _OPTIONAL_PACKAGES = {
     "aiodocker": ("the docker sandbox", "docker"),
     "asyncpg": ("PostgreSQL", "postgres"),
 }
-"""Package -> (what needs it, the extra of pyproject.toml that installs it)."""
+"""Optional packages: name -> (what needs the package, the extra of pyproject.toml that installs it)."""
 
 
 def _packages() -> list[InstallCheck]:

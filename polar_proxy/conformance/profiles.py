@@ -41,7 +41,7 @@ class HarnessProfile:
     answer_format: Literal["tools", "terminus", "aider"] = "tools"
     """How the model acts: by tool calls, or by text in the format of Terminus 2 or aider."""
     command_suffix: str = ""
-    """Appended to each command, for a harness that sometimes loses the output of a command that ends at once."""
+    """Text to append to each command, for a harness that sometimes loses the output of a command that ends at once."""
     one_request_per_turn: bool = False
     """True if the harness asks the model only once for each message of the user."""
     max_steps: int = 40

@@ -38,7 +38,7 @@ def _all_strings(value: list[Any]) -> list[str]:
 
 
 def positive_or_none(value: int) -> int | None:
-    """Return a value of `top_k`; None for 0 and -1, which turn it off."""
+    """Return a value of `top_k`; None for 0 and -1, which turn `top_k` off."""
     return value if value > 0 else None
 
 

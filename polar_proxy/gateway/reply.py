@@ -53,10 +53,10 @@ async def send_stream(send: asgi.Send, body: bytes, dialect: Dialect, headers: a
 
 
 class Reply:
-    """The response to one request: one JSON body when its calls have been sampled, or a stream during the sampling.
+    """The response to one request: a JSON body that is sent after the sampling, or a stream that is sent during it.
 
-    A stream's headers are sent with its first bytes, at the latest after `headers_after_seconds`: an error before that
-    keeps its own HTTP status. While no events arrive, heartbeats are sent.
+    A stream's headers are sent with its first bytes, at the latest after `headers_after_seconds`. An error before the
+    headers keeps its own HTTP status. While no events arrive, heartbeats are sent.
     """
 
     def __init__(self, send: asgi.Send, request: RequestContext, call: PendingCall, settings: GatewaySettings) -> None:

@@ -18,7 +18,7 @@ from polar_proxy.types import SampleEvent
 
 
 class CallSampler:
-    """Samples the calls of requests: each goes to its engine, and its events to the agent."""
+    """Sends each call of a request to its engine, and the engine's events to the agent."""
 
     def __init__(self, hooks: Hooks, provider_turns: ProviderTurns, metrics: GatewayMetrics) -> None:
         self._hooks = hooks
@@ -28,7 +28,7 @@ class CallSampler:
     async def sample(self, request: RequestContext, calls: Sequence[PendingCall], reply: Reply) -> None:
         """Sample the calls of a request, several at the same time, and write their events to the reply.
 
-        Raises RequestError or EngineError if a call fails; if several fail, the first error.
+        Raises RequestError or EngineError if a call fails. If several calls fail, the first error is raised.
         """
         if len(calls) == 1:
             await self._sample_call(request, 0, calls[0], reply)

@@ -219,7 +219,7 @@ async def _session(
 async def _texts_of_calls(
     calls: Sequence[CallRecord], settings: EngineSettings, engine: Engine | None
 ) -> tuple[dict[str, list[list[str]]], str | None]:
-    """Return call id -> the token texts of the call's answers, and the reason why some calls have no texts (None if all
+    """Return the token texts of the answers by call id, and the reason why some calls have no texts (None if all calls
     have texts)."""
     from polar_proxy.engines.token_texts import NoTextsError, token_texts
 

@@ -61,7 +61,10 @@ class BaseFile:
 
 
 async def save_base(sandbox: Sandbox, *, snapshot: bool) -> BaseTree:
-    """Copy the prepared workspace, in which no agent has run yet, out of the sandbox. Raises `WorkspaceError`."""
+    """Copy the prepared workspace, in which no agent has run yet, out of the sandbox.
+
+    Raises `WorkspaceError` if the workspace cannot be copied.
+    """
     tree, pack = await pack_files(sandbox, snapshot=snapshot)
     repository = sandbox.base / "base.git"
     try:

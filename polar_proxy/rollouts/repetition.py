@@ -45,7 +45,10 @@ class Original:
 
 
 async def find_original(store: Store, name: str) -> Original:
-    """Return the rollout whose id is `name` or begins with it. Raises UsageError."""
+    """Return the rollout that `name` refers to (see `store.names`).
+
+    Raises UsageError if no record or several records have this name, or if the record is not a rollout.
+    """
     found = await store.names.find(name)
     row = await store.rollouts.get(found.record_id) if found.kind == "rollout" else None
     stored = None if row is None else await store.tasks.get(row.task_id)

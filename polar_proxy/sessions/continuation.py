@@ -1,5 +1,5 @@
-"""Continuation: sample a call from exactly the tokens of the call that it extends (its base), followed by those of the
-new messages.
+"""Continuation: sample a call from exactly the tokens of the call that it extends (its base), followed by the tokens of
+the new messages.
 
     base's prompt + base's answer (+ end of turn, if the answer was cut) + suffix
 

@@ -159,10 +159,10 @@ def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
 def choose_parent(
     found: Sequence[tuple[CallNode, AnswerNode]], query: PlacementQuery, end: int
 ) -> tuple[CallNode, bool]:
-    """Return which of several matching calls the request extends, and whether that is certain.
+    """Return which of several matching calls the request extends, and whether the choice is certain.
 
-    `found`: the calls, each with its matching answer. `end`: the number of the request's messages up to the end of that
-    answer.
+    `found`: the matching calls, each with the answer that the request repeats. `end`: number of the request's messages
+    up to the end of this answer.
     """
     left = list(found)
     turns = query.chain.turns
@@ -414,13 +414,13 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
 
 
 def _quotes_later(quoting: Sequence[CallNode], turn: CallNode | None) -> bool:
-    """Return whether a quoted summary was written after the call `turn`, so that it replaces turns before that call."""
+    """Return whether a quoted summary was written after the call `turn`: the request then follows the summary."""
     return turn is not None and any(summary.at > turn.at for summary in quoting)
 
 
 def _after_sampled_turn(index: CallIndex, query: PlacementQuery) -> Decision | None:
-    """Return the decision for a request that repeats the answer of an earlier call, and so follows this call; else
-    None.
+    """Return the decision for a request that repeats the answer of an earlier call, and so follows that call; None for
+    any other request.
 
     If the request repeats several answers, the last one decides, wherever it is in the request. Assistant messages that
     a harness writes itself, such as examples and "Ok.", are skipped, because they are not answers of calls.
@@ -470,7 +470,8 @@ def _is_new_subagent(index: CallIndex, query: PlacementQuery) -> bool:
 def _thread_parent(index: CallIndex, query: PlacementQuery) -> CallNode | None:
     """Return the newest call of the thread that the request names.
 
-    If that thread has no call, return the session's newest call, or None if it belongs to another named thread.
+    If that thread has no call, return the session's newest call, or None if the newest call belongs to another
+    named thread.
     """
     named = index.threads.get(query.metadata.thread or "")
     newest = index.newest

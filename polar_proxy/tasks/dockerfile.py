@@ -20,16 +20,17 @@ _ENV = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
 class DockerfileWorkspace:
     workdir: str
     files: dict[str, str]
-    """Text by relative path."""
+    """The text of each file, by its path relative to `workdir`."""
     executable: tuple[str, ...]
     """Paths of the executable files among `files`."""
     env: dict[str, str]
 
 
 def read_dockerfile(context: Path, workdir: str | None = None) -> DockerfileWorkspace:
-    """Read ``context/Dockerfile``. `workdir` is used if the Dockerfile has no WORKDIR line.
+    """Return the workspace that ``context/Dockerfile`` describes.
 
-    Raises `BadTaskError`, naming the line, for an instruction that needs the image.
+    `workdir` is used if no WORKDIR line names a folder below /. Raises `BadTaskError` if the workspace cannot be made
+    without the image; the error names the file or line that is the cause.
     """
     if (context / ".dockerignore").exists():
         raise BadTaskError(

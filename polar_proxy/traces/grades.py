@@ -1,4 +1,4 @@
-"""Calls that are not trained (`excluded_calls`), and grades: how far a trace can be trusted, and for which reasons.
+"""Calls that cannot be trained on (`excluded_calls`), and grades: how far a trace can be trusted, and why.
 
 exact        the engine rendered every prompt, and every log-probability was reported at sampling
 continued    Polar continued some prompts from exact tokens
@@ -130,7 +130,7 @@ def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
 
 
 def excluded_calls(calls: Sequence[CallRecord]) -> dict[str, str]:
-    """Return call id -> reason for all calls of a session that cannot be trained on."""
+    """Return why some of a session's calls cannot be trained on: call id -> reason. The other calls are not in it."""
     excluded = {call.call_id: reason for call in calls if (reason := exclusion_reason(call)) is not None}
     for call_id in _superseded_attempts(calls, excluded):
         excluded[call_id] = "retry_of"
@@ -175,7 +175,8 @@ def in_start_order(calls: Sequence[CallRecord]) -> list[CallRecord]:
 def _superseded_attempts(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[str]:
     """Return the ids of answered calls that the agent discarded when it retried their request.
 
-    Of all attempts at a request, those to which later calls refer are kept; if there is none, the last one is kept.
+    Of all attempts at a request, those to which later calls refer are kept. If no later call refers to an attempt, the
+    last attempt is kept.
     """
     first: dict[str, str] = {}
     attempts: dict[str, list[str]] = {}

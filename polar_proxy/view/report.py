@@ -29,7 +29,7 @@ from polar_proxy.view.templates import ASSETS, render_text
 from polar_proxy.view.token_source import CHUNK, TokenSequence
 
 _MOST_TOKENS = 100_000
-"""Maximum number of tokens in a file. Browsers open files with more of them slowly."""
+"""Maximum number of tokens of a trace that are shown. Browsers open files with more tokens slowly."""
 _LINK = re.compile(r' href="/[^"]*"| href="\?[^"]*"')
 
 

@@ -19,7 +19,8 @@ class Identity:
     """The user that commands run as, and the filter of their system calls.
 
     `uid` is set if Polar runs as root. Commands then run as this user, so they cannot signal the supervisor and the
-    shims, which stay root. Of root's capabilities, these keep the few that start and end processes of another user.
+    shims, which stay root. Of root's capabilities, the supervisor and the shims keep only the few that they need
+    to start and end processes of another user.
     """
 
     def __init__(self, uid: int | None = None, program: bytes = b"") -> None:

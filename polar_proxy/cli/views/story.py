@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from polar_proxy.api_models import CallChoice, Remark, RolloutRecord, SessionCall, SessionDetail, StoryMessage
 
 _SHOWN_LINES, _SHOWN_END = 10, 3
-"""Number of lines of a longer text that are shown at its beginning, and at its end."""
+"""Numbers of lines that are shown at the beginning and at the end of a long text. Its middle is left out."""
 _ARGUMENT_LINES = 6
 _SYSTEM_LINES = 2
 _MARGIN = 4

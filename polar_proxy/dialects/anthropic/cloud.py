@@ -32,7 +32,7 @@ _BEDROCK = re.compile(r"/model/(?P<model>.+)/invoke(?P<stream>-with-response-str
 
 
 class AnthropicOnCloud(AnthropicMessages):
-    """Anthropic's dialect for one request to Vertex or Bedrock, whose URL gives `model` and `stream`."""
+    """Anthropic's dialect for one request to Vertex or Bedrock. `model` and `stream` come from the request's URL."""
 
     def __init__(self, model: str, *, stream: bool, frames: bool) -> None:
         """`frames`: True if a stream is sent as Amazon's binary event stream, not as server-sent events."""

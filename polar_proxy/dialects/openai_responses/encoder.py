@@ -96,7 +96,7 @@ class ResponsesEncoder(Encoder):
     _calls: dict[int, _StreamedToolCall] = field(default_factory=dict, init=False)
     _waiting_calls: list[_StreamedToolCall] = field(default_factory=list, init=False)
     _waiting_texts: list[tuple[str, str]] = field(default_factory=list, init=False)
-    """The texts that arrived while a tool call was open, each as (`message` or `reasoning`, text)."""
+    """Texts that arrived while a tool call was open, each as (`message` or `reasoning`, text)."""
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
     """The reasoning and the tokens so far. The log-probabilities of a message are looked up here when it is closed."""
 
@@ -177,7 +177,8 @@ class ResponsesEncoder(Encoder):
         """Keep text that arrives while a tool call is open. Return the events of the kept text if it may be sent now,
         else nothing.
 
-        It may be sent once the open call is complete, no other call is waiting, and the text is not only white space.
+        The text may be sent once the open call is complete, no other call is waiting, and the text has more than white
+        space.
         """
         if self._waiting_texts and self._waiting_texts[-1][0] == kind:
             self._waiting_texts[-1] = (kind, self._waiting_texts[-1][1] + text)

@@ -49,7 +49,7 @@ PASSED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         }
     },
 }
-"""provider -> dialect -> the client's field -> the provider's field."""
+"""Fields that are passed on: provider -> dialect -> the client's field -> the provider's field."""
 
 PASSED_BETAS: Mapping[str, frozenset[str]] = {
     "openai": frozenset(),
@@ -69,7 +69,7 @@ PASSED_BETAS: Mapping[str, frozenset[str]] = {
     ),
     "google": frozenset(),
 }
-"""provider -> the beta features that are passed on. Such a feature needs no fields except those of the conversation
+"""Beta features that are passed on, by provider. Such a feature needs no fields except those of the conversation
 and of `PASSED`, and runs no tools at the provider.
 Source: the values of `AnthropicBetaParam` in Anthropic's SDK."""
 
@@ -83,7 +83,7 @@ SAMPLING: Mapping[str, frozenset[str]] = {
         {"temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "n", "presence_penalty", "frequency_penalty"}
     ),
 }
-"""provider -> the sampling parameters that its API has."""
+"""Sampling parameters that each provider's API has."""
 REFUSED_SAMPLING = frozenset({"n", "logit_bias"})
 """A request that sets one of these is refused if the provider has no such parameter: without it, the answer would not
 be the one that the client asked for."""

@@ -55,7 +55,8 @@ class LlamaServerModel:
 
 
 async def probe_server(client: LlamaCppClient, model: str | None) -> LlamaServerModel:
-    """Verify the server. Raises EngineError, with the remedy, if its answers cannot be recorded for training."""
+    """Verify the server and return its model. Raises EngineError, with the remedy, if the server's answers cannot be
+    recorded for training."""
     props = await _properties(client)
     name = await _model_name(client, model)
     if not props.get("chat_template"):
@@ -110,7 +111,7 @@ async def _properties(client: LlamaCppClient) -> Json:
         raise EngineError(f"{client.name} is not a llama-server: it has no /props ({failure}).") from failure
     raise EngineError(
         f"{client.name} is Ollama {ollama.get('version', '')}, whose API returns no token ids, so its answers cannot "
-        f"be trained. Start llama-server with the same GGUF file, or record text only: --engine openai --engine-url "
+        f"be trained on. Start llama-server with the same GGUF file, or record text only: --engine openai --engine-url "
         f"{client.url}/v1 --model NAME."
     )
 

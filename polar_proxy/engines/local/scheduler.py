@@ -33,7 +33,7 @@ T = TypeVar("T")
 PREFILL_TOKENS = 256
 """Maximum number of prompt tokens, of all sequences together, that one step prefills."""
 CACHE_BYTES = 1 << 29
-"""Maximum size of the kept keys and values of finished sequences. Those of running sequences are not counted."""
+"""Maximum size of the kept keys and values of finished sequences, in bytes. Running sequences are not counted."""
 SMALL_MODEL = 20_000_000
 """Models with fewer parameters run in one thread, which is as fast as several, and far faster if other cores are
 busy."""

@@ -35,9 +35,9 @@ def make_decoder(raw: ProviderRequest, request: EngineRequest) -> AnswerDecoder:
 
 
 def is_end(chunk: Json) -> bool:
-    """Return whether this object of a stream completes the answer, so that the agent may act on the answer.
+    """Return whether this object of a stream completes the answer.
 
-    Further objects may follow, such as the token counts.
+    The agent may act on a complete answer, although further objects may follow, such as the token counts.
     """
     choices = chunk.get("choices") or chunk.get("candidates") or ()
     return chunk.get("type") in _FINAL_TYPES or any(
@@ -70,9 +70,9 @@ class BodyReader:
         self._rest = b""
 
     def feed(self, data: bytes, *, last: bool) -> list[Json]:
-        """Return the objects that `data` completes. An unstreamed body is decoded as a whole at its `last` piece.
+        """Return the objects that `data` completes. `last`: the body ends with `data`.
 
-        Raises EngineError for malformed content.
+        An unstreamed body is decoded as a whole at its end. Raises EngineError for malformed content.
         """
         if self._compressed:
             return []

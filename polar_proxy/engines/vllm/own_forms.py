@@ -3,7 +3,8 @@
 A template shows how its model writes a tool call: if a conversation is rendered with an answer that calls a tool, the
 tokens after the opening of the answer are the tokens of the call. The server is made to sample exactly these tokens by
 a grammar that is a sequence of token ids, so control tokens can be forced too. With a reasoning parser, vLLM applies a
-grammar only after the reasoning. A bias for the token that ends reasoning in the template ends the reasoning at once.
+grammar only after the reasoning. Therefore the request also has a bias for the token that ends reasoning in the
+template, so that the server samples this token at once.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _TO_STOP = 8
 """Number of tokens that `max_tokens` leaves after a forced answer, so that the server can end it by itself."""
 
 Render = Callable[[list[Json], bool], Awaitable[list[int]]]
-"""Return the ids of a conversation; the flag adds the tokens that open an answer."""
+"""Renders messages and returns their token ids. If the flag is True, the tokens that open an answer are added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class OwnForm:
     ids: tuple[int, ...]
     arguments: tuple[Json, ...]
     cut: bool = False
-    """True for the beginning of an answer: `max_tokens` makes the server stop after the last of `ids`."""
+    """True if `ids` are only the beginning of an answer: `max_tokens` makes the server stop after the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,8 @@ def forcing(form: OwnForm, end_of_reasoning: int | None, unwanted: Sequence[int]
 
     The grammar also allows a random text after the answer, only to make each grammar unique: if two grammars differ
     only in token ids, xgrammar 0.2.8 (vLLM 0.32) confuses them, and forces the tokens of the earlier grammar. The
-    random text begins with UNWANTED, whose ids `unwanted` are made unlikely, so that it is not sampled.
+    random text begins with UNWANTED. The ids of UNWANTED (`unwanted`) are made unlikely, so that the random text is not
+    sampled.
     """
     ids = after_reasoning(form.ids, end_of_reasoning)
     biases = dict.fromkeys(unwanted, -100) | ({} if end_of_reasoning is None else {end_of_reasoning: 100})

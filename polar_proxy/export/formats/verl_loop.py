@@ -20,12 +20,13 @@ from polar_proxy.export.formats.verl import RecordedGroups, outputs
 
 @cache
 def _groups(path: str) -> RecordedGroups:
-    """Return the rows of a file, read once in each worker, because verl makes an agent loop for every sample."""
+    """Return the recorded groups of a file. Cached, because verl makes an agent loop for every sample: each worker
+    reads the file only once."""
     return RecordedGroups.from_file(path)
 
 
 class RecordedAgentLoop(AgentLoopBase):  # type: ignore[misc, unused-ignore]
-    """Answers session i of a prompt with the i-th recorded rollout of its group; calls no model.
+    """Answers session i of a prompt with the i-th recorded rollout of the prompt's group. Calls no model.
 
     Raises RowError if the rollout was sampled at another temperature than verl's `rollout.temperature`, by which verl
     divides its logits.

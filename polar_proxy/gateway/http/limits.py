@@ -6,9 +6,9 @@
 * In each turn of the event loop, a bounded time is spent on parsing one connection, however small its headers and
   chunks are.
 * A client that stops reading its answer is disconnected, so that its call ends.
-* The number of connections is bounded. If there are too many, the one that has waited longest for the head of a request
-  is closed, so that unfinished connections cannot keep others out. If each of them has a request, the new one is
-  refused.
+* The number of connections is bounded. If a new connection is one too many, the connection that has waited longest for
+  the head of a request is closed, so that unfinished connections cannot keep others out. If no connection waits for a
+  head, the new connection is refused.
 * All bodies together are bounded in size, from their first byte until their requests are answered. If a body does not
   fit, larger bodies that are still being read are refused to make room for it.
 
@@ -171,8 +171,8 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         self._refusal: RequestError | None = None
         self._reading: Literal["head", "body"] | None = "head"
         self._unread = 0
-        """Number of bytes received since the last progress: the end of a request or of its head, or a piece of its
-        body."""
+        """Number of bytes received since the last progress. Progress is the end of a head, a part of a body, or the end
+        of a request."""
         self._content = 0
         self._chunked = False
         self._head_timer: asyncio.TimerHandle | None = None

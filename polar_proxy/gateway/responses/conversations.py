@@ -13,7 +13,8 @@
 
 Promises:
 
-* A session sees its own conversations only. Those of other sessions get the same error as unknown ids.
+* A session sees its own conversations only. A request for another session's conversation gets the same error as a
+  request for an unknown id.
 * These routes record no call, and deleting a conversation or an item leaves the recorded calls as they are.
 * A call adds its items in the transaction that commits it. A call that failed or was broken off adds nothing.
 * If calls without a model go to the engine `passthrough`, its provider creates and keeps new conversations, and the
@@ -104,7 +105,7 @@ Raises RequestError if the body is refused, and ClientDisconnected if the client
 class StoredConversations:
     """The conversations of sessions, within their limits.
 
-    The methods raise StoreError while the store does not answer, except `keep_created`.
+    All methods except `keep_created` raise StoreError while the store does not answer.
     """
 
     def __init__(self, store: Store, monitor: StoreMonitor, most_bytes: int, most_items: int) -> None:
@@ -135,14 +136,18 @@ class StoredConversations:
     async def create(
         self, session: SessionState, metadata: Json, items: Sequence[ConversationItem], added_bytes: int
     ) -> ConversationRow:
-        """Store a new conversation. Raises RequestError 429 beyond a limit of the session."""
+        """Store a new conversation. Raises RequestError 429 if a limit of the session would be exceeded."""
         await self._check_session(session, 1, added_bytes)
         return await self._run(self._stored.create, session.session_id, metadata, items)
 
     async def add(
         self, session: SessionState, conversation_id: str, items: Sequence[ConversationItem], added_bytes: int
     ) -> None:
-        """Append items. Raises RequestError 400 for an item that is already there, and 413 or 429 beyond a limit."""
+        """Append items.
+
+        Raises RequestError: 400 if the conversation already has an item with the same id, 413 if the conversation would
+        exceed a limit, 429 if the session would exceed one.
+        """
         await self._check_session(session, 0, added_bytes)
         self._check(await self._run(self._stored.size, conversation_id), len(items), added_bytes)
         known = await self._run(self._stored.item_ids, conversation_id)
@@ -259,7 +264,10 @@ class ConversationRoutes:
         receive: asgi.Receive,
         send: asgi.Send,
     ) -> None:
-        """Pass a request on to the provider that keeps the conversation. Raises as `_answer` does, and EngineError."""
+        """Pass a request on to the provider that keeps the conversation.
+
+        Raises RequestError, EngineError, StoreError and ClientDisconnected.
+        """
         body, identity = await self._forwarder.read(session, receive), route.conversation_id
         if identity is not None and (scope["method"] == "DELETE" or (scope["method"] == "POST" and route.of_items)):
             await self._stored.forget_created(session, identity)
@@ -318,7 +326,8 @@ def _listed(item: ConversationItem) -> Json:
 
 
 def _new_items(items: Sequence[Json]) -> list[ConversationItem]:
-    """Return a request's items, each with an id. Raises RequestError for too many, and for two with the same id."""
+    """Return a request's items, each with an id. Raises RequestError for too many items, and for two items with
+    the same id."""
     if len(items) > _MOST_ADDED:
         raise invalid("items", f"at most {_MOST_ADDED} items can be added at a time")
     batch = new_id("call")

@@ -1,4 +1,5 @@
-"""Tests in children: each group of tests runs in a forked child, together with the agent's code and with canaries."""
+"""Tests in children: each group of tests runs in a forked child, together with the agent's code and with canaries,
+which are tests that must fail (`canaries.py`)."""
 
 from __future__ import annotations
 

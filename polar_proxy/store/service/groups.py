@@ -86,7 +86,8 @@ class GroupRepository(Repository):
     async def unsettled(self) -> list[str]:
         """Return the open groups whose rollouts have all ended. Groups without a job are left out.
 
-        The process that ended the last rollout of such an open group was killed before it could settle the group.
+        A group is left in this state if the process that ended its last rollout was killed before it could settle the
+        group.
         """
         busy = select(_r.group_id).where(~_final)
         query = select(_g.group_id).where(_g.job_id.is_not(None), _g.status == "open", _g.group_id.not_in(busy))
@@ -134,7 +135,7 @@ class GroupRepository(Repository):
     async def keep_overflow(self, group_id: str, *, reason: str) -> dict[str, str]:
         """Move the claimed rollouts of a complete group to other groups and cancel the unclaimed ones.
 
-        Returns rollout id -> id of the new group for the moved rollouts. The old group can be settled afterwards.
+        Returns the moved rollouts: rollout id -> id of the new group. The old group can be settled afterwards.
         """
         now = time.time()
 
@@ -169,8 +170,8 @@ class GroupRepository(Repository):
     ) -> list[str]:
         """Give a new group the overflow of the same task that waits in holding groups (see the top of this module).
 
-        Each of these rollouts replaces one of the new group that has not started. Returns the ids of the rollouts that
-        were moved.
+        Each moved rollout replaces a rollout of the new group that has not started. Returns the ids of the moved
+        rollouts.
 
         If policy versions are numbers, overflow that is more than `max_staleness` versions older than `policy_version`
         is left out, because one such rollout would make the whole group stale.
