@@ -11,9 +11,10 @@ __version__ = "0.1.0"
 
 
 def read(db: str | None = None) -> Recording:
-    """Return a database to read from Python: `polar_proxy.read("polar.db").rollouts(where="reward>=1").to_pandas()`.
+    """Return a `Recording`, which reads a database:
+    `polar_proxy.read("polar.db").rollouts(where="reward>=1").to_pandas()`.
 
-    `db`: a file or a URL. Default: the database of the settings.
+    `db`: file or URL of the database. Default: the database that the settings name.
     """
     from polar_proxy.reading.recording import Recording
 

@@ -79,8 +79,8 @@ class GatewaySettings(_Section):
     port: int = Field(8399, ge=0, le=65535)
     """Port to listen on; 0 takes any free port."""
     allowed_hosts: frozenset[str] = frozenset({"host.docker.internal", "host.containers.internal"})
-    """Host names, besides loopback's, that a gateway on loopback accepts in the headers Host and Origin. The check
-    protects a gateway without keys from web pages that are open in a browser."""
+    """Further host names that a gateway on loopback accepts in the headers Host and Origin. The names of loopback are
+    always accepted. The check protects a gateway without keys from web pages that are open in a browser."""
     require_known_keys: bool = False
     """Refuse unknown session keys on loopback too. On any other address they are always refused."""
     shared: bool = False
@@ -114,11 +114,13 @@ class GatewaySettings(_Section):
     """Time limit for a call's first token (or the whole answer, if the engine sends it in one piece), including the
     wait in the engine's queue and the prefill. After that the call fails, and the agent gets status 504."""
     next_token_seconds: float = Field(600.0, gt=0)
-    """Time limit for each further token, for example while new weights are loaded. After that the call fails, as with
-    `first_token_seconds`."""
+    """Time limit for each further token, including pauses in which the engine loads new weights. After that the call
+    fails, as with `first_token_seconds`."""
     join_retries: Literal["evidence", "always", "never"] = "evidence"
-    """Which equal requests share one answer. `evidence`: those that are known to be retries, by a lost connection or
-    the SDK's retry header. `always`: all that arrive while the first runs or shortly after. `never`: none."""
+    """Equal requests that share one answer. `evidence`: a request shares the answer of an equal one if it is known to
+    be a retry, because the earlier request lost its client or because the SDK's retry header says so. `always`: a
+    request shares the answer of any equal one that is being answered or was answered within `retry_window_seconds`.
+    `never`: no request shares an answer."""
     retry_window_seconds: float = Field(10.0, ge=0)
     """How long an answer is kept after its end. An equal request within this time may be a retry, which then gets the
     kept answer."""
@@ -138,7 +140,7 @@ class GatewaySettings(_Section):
     """A file with the prices of hosted models, used in place of the one that Polar ships
     (polar_proxy/assets/prices.toml)."""
     model_hosts: frozenset[str] = frozenset()
-    """Further host names that interception in sandboxes includes: those that a provider gave to you alone, such as
+    """Further host names to intercept in sandboxes, for example a name that a provider gave to you alone, such as
     my-resource.openai.azure.com. `polar intercept` needs no such list."""
     provider_tools: Literal["remove", "refuse", "allow"] = "allow"
     """Tools in a request that the model's provider would run itself, such as a web search or a code interpreter. They
@@ -332,8 +334,9 @@ class Settings(BaseSettings):
     harnesses: Path | None = None
     """Folder of the installed harnesses; by default harnesses/ in the home."""
     allowed_code: frozenset[str] = frozenset()
-    """Python code, each as module:object, that tasks, requests and stored rollouts may refer to: functions that score
-    or parse logs, task sources, agents. Such data cannot make Polar import other code."""
+    """Python objects, each as module:object, that tasks, requests and stored rollouts may refer to: functions that
+    score or parse logs, task sources, agents. Polar imports no other code that a task, a request or a stored rollout
+    names."""
     gateway: GatewaySettings = GatewaySettings()
     """Section [gateway]: the HTTP server that agents send their model calls to."""
     engine: EngineSettings = EngineSettings()
@@ -426,7 +429,8 @@ _PROVIDER_KEYS = {
 
 
 def provider_key(engine: EngineSettings) -> str | None:
-    """Return the key for an engine: the setting, or the variable that the SDK of the provider reads."""
+    """Return the key for an engine: the value of the setting or, without one, of the environment variable that the
+    provider's SDK reads."""
     if engine.api_key is not None:
         return engine.api_key
     return next((key for name in _PROVIDER_KEYS.get(engine.kind, ()) if (key := os.environ.get(name))), None)
@@ -440,7 +444,7 @@ def child_environment(added: Mapping[str, str], *, without: Collection[str] = ()
 def start_no_blas_threads() -> None:
     """Keep NumPy's linear algebra from starting threads. Their busy waiting takes a tenth of a short command's time.
 
-    Call it before NumPy is imported, and only in commands that start no other programs, because these inherit the
-    setting.
+    Call it before NumPy is imported, and only in commands that start no other programs, because programs inherit the
+    setting from the command.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

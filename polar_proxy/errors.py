@@ -40,7 +40,8 @@ class BadTaskError(UsageError):
 
 
 class StoreError(PolarError):
-    """The database cannot be used: newer schema, not a Polar database, locked, full."""
+    """The database cannot be used: for example, it has a newer schema, is not a Polar database, is locked or is
+    full."""
 
 
 class RequestError(PolarError):
@@ -103,7 +104,8 @@ class TrainingError(PolarError):
 
 
 def first_problem(error: ValidationError, parent: str = "") -> str:
-    """Return the first problem in pydantic's error, in the form `field.name: problem`. `parent`: prefix of the name."""
+    """Return the first problem in pydantic's error, in the form `field.name: problem`. `parent`: prefix of the field's
+    name."""
     first = error.errors(include_url=False)[0]
     path = ".".join(filter(None, (parent, *map(str, first["loc"]))))
     return f"{path}: {first['msg'].lower()}"

@@ -189,13 +189,13 @@ async def uncancellable(work: Coroutine[Any, Any, T]) -> T:
 class Sandbox(ABC):
     """One open sandbox. `open_sandbox` opens it; `close`, or the end of the `async with` block, removes it.
 
-    The registry holds a record of the sandbox from before its first part starts until its last part is removed.
+    As long as anything of the sandbox exists on this machine, the registry has a record of the sandbox.
     """
 
     kind: ClassVar[SandboxKind]
     exceeded: str | None = None
-    """None until the programs inside are stopped because their files exceed the disk quota; then a text that names the
-    exceeded limit. The files stay, and new commands can run."""
+    """Text that names the exceeded limit, if the programs inside were stopped because their files exceed the disk
+    quota; else None. The files stay, and new commands can run."""
     unenforced: tuple[str, ...] = ()
     """The requested limits that this sandbox cannot enforce, each with the reason."""
     base_env: Mapping[str, str] = {}

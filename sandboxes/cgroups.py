@@ -72,7 +72,7 @@ def settings(limits: ResourceLimits, version: int) -> dict[str, list[tuple[str, 
 
 
 def parents(controllers: set[str], root: Path = ROOT, own: str | None = None) -> dict[str, Path] | None:
-    """Return, for each controller, the folder in which a group can be made; None if a controller has no such folder."""
+    """Return controller -> folder in which a group can be made; None if there is a controller without such a folder."""
     unified = root / "cgroup.subtree_control"
     if unified.exists():
         return dict.fromkeys(controllers, root) if controllers <= set(unified.read_text().split()) else None

@@ -1,4 +1,4 @@
-"""Advice for a machine on which the docker sandbox does not work: which engine it has, and how to make it answer."""
+"""Advice for a machine on which the docker sandbox does not work: how to start its engine, or how to install one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def docker_remedy(
     *,
     engine_answers: bool = False,
 ) -> str:
-    """Return how to get the docker sandbox here. `engine_answers`: the engine works, only the image is missing.
+    """Return what to do so that the docker sandbox works here. `engine_answers`: the engine works, only the image is
+    missing.
 
     Podman serves Docker's API on a socket that is off by default, and that DOCKER_HOST must name.
     """

@@ -83,7 +83,7 @@ class Terminal:
 
 
 class AgentConnection:
-    """JSON-RPC with the agent's process: requests to it, and answers to its own requests."""
+    """JSON-RPC with the agent's process: sends requests to the agent, and answers the agent's requests."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -153,7 +153,7 @@ class AgentConnection:
             future.set_result(result if isinstance(result, dict) else {})
 
     async def request(self, method: str, **params) -> dict:
-        """Send a request and return its result. Raises AgentError."""
+        """Send a request and return its result. Raises AgentError if the agent answers with an error or has ended."""
         self._number += 1
         number = self._number
         future = asyncio.get_running_loop().create_future()

@@ -1,8 +1,8 @@
 """The HTTP transport of callbacks, which connects to public addresses only.
 
-A callback URL comes with a request, and its host name can lead anywhere: to services of this machine, of its network,
-or to a cloud's metadata. So the name is resolved here, every address is checked, and the connection is made to exactly
-the address that was checked. Redirects are not followed.
+A callback URL comes with a request, and its host name can lead anywhere: to services on this machine, to services on
+the network of this machine, or to the metadata service of a cloud. So the name is resolved here, every address is
+checked, and the connection is made to exactly the address that was checked. Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class PublicTransport(httpx.AsyncHTTPTransport):
 
 
 def check_public_host(host: str) -> None:
-    """Raise UsageError for localhost and for an IP address that is not public. Names are not resolved."""
+    """Raise UsageError for localhost and for an IP address that is not public. Other host names are not resolved
+    here."""
     if host.rstrip(".") == "localhost" or host.rstrip(".").endswith(".localhost") or _address_problem(host):
         raise UsageError(f"callback_url: {host} is not a public address; {_ADVICE}.")
 

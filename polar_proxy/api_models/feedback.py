@@ -1,4 +1,4 @@
-"""Response bodies of rewards and remarks, and of a rollout with all of them."""
+"""Response bodies: a reward, a remark, and a rollout with its stages, rewards and remarks."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class RolloutDetail(Rollout):
     stages: list[Stage]
     """The stages of all attempts, in order."""
     rewards: list[Reward]
-    """All rewards ever given, oldest first; `reward` is the newest one that was given to the rollout as a whole."""
+    """All rewards of the rollout, its traces and its calls, oldest first. The field `reward` has the newest reward of
+    the rollout as a whole."""
     remarks: list[Remark] = Field([])
     """All labels, notes and ratings, oldest first."""

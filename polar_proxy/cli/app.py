@@ -30,7 +30,7 @@ class Verb:
     target: str
     """The function or the `typer.Typer`, as module:name in `polar_proxy.cli`."""
     help: str
-    """The first paragraph of its help text, for `polar --help`."""
+    """The first paragraph of the command's help text, for `polar --help`."""
     command_class: str | None = None
     """The class of the command, as module:name in `polar_proxy.cli`; None: typer's own."""
 

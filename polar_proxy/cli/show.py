@@ -80,8 +80,8 @@ def show(
     tokens: Annotated[
         bool,
         typer.Option(
-            help="Show the sampled tokens: as text coloured by log-probability on a terminal, else one line for each "
-            "token with its text and log-probability."
+            help="Show the sampled tokens. On a terminal: the text, coloured by log-probability. Elsewhere: one line "
+            "for each token, with its text and log-probability."
         ),
     ] = False,
     html: Annotated[
@@ -182,7 +182,7 @@ def _tool_names(tools: Any) -> list[str]:
 
 
 def _heading(message: Json) -> str:
-    """Return the role, and for a tool result the id of the tool call."""
+    """Return the role of a message, followed by the id of the tool call if the message is a tool's result."""
     call_id = message.get("tool_call_id")
     return f"{message['role']} {call_id}" if call_id else str(message["role"])
 

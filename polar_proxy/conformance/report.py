@@ -37,8 +37,8 @@ class MeasurementReport:
     """Makes the lines of the Markdown page from the rows."""
 
     def document(self, rows: Iterable[Json], *, engine: EngineInfo, sandbox: str, **more: float) -> Json:
-        """Return the rows as a JSON document. Each row gets the time, version of Polar, engine and sandbox of the
-        measurement."""
+        """Return the rows as a JSON document. Each row gets the time, the engine and the sandbox of its measurement,
+        and the version of Polar."""
         measured = {
             "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "polar": __version__,
@@ -150,7 +150,8 @@ def _fidelity_page(rows: Sequence[Json]) -> list[str]:
 
 
 def _place(template: str) -> tuple[int, str]:
-    """Return the sort key of a template: those of TEMPLATE_TITLES come first, in this order, then others by name."""
+    """Return the sort key of a template. The templates in TEMPLATE_TITLES come first, in that order. All others follow,
+    ordered by name."""
     known = list(TEMPLATE_TITLES)
     return (known.index(template), "") if template in known else (len(known), template)
 

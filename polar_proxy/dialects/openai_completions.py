@@ -1,6 +1,7 @@
 """OpenAI Completions (raw prompts). Source: https://platform.openai.com/docs/api-reference/completions
 
-Each prompt of a list is a call. As the API defines it, choice i of prompt p has the index p * n + i.
+If a request has a list of prompts, each prompt becomes a call of its own. As the API defines it, choice i of prompt p
+has the index p * n + i, where n is the number of choices per prompt.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class CompletionsEncoder(OpenAIEncoder):
     empty_content: ClassVar = {"text": ""}
 
     _offsets: dict[int, int] = field(default_factory=dict, init=False)
-    """Characters written so far, by choice index."""
+    """Number of characters written so far, by choice index."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
         wants_tokens = event.token_ids and (self.logprobs or self.token_ids)
@@ -121,7 +122,8 @@ class CompletionsEncoder(OpenAIEncoder):
 
 
 def _logprobs_object(sampled: SampleEvent | AnswerChoice, offset: int) -> Json:
-    """Return the log-probabilities of tokens whose text begins at character `offset`."""
+    """Return the log-probabilities of a run of tokens. The text of the run begins at character `offset` of the
+    answer."""
     ends = accumulate(map(len, sampled.tokens), initial=offset)
     top = [{other.token: other.logprob for other in row} for row in sampled.top]
     return {

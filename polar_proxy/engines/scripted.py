@@ -44,7 +44,7 @@ class ScriptedReply:
     """Minimum length of the reported prompt in tokens. A shorter prompt gets padding at its start, so that the client
     believes that its context is full."""
     error: Exception | None = None
-    """Raised after the rest of the reply, instead of an end-of-turn token."""
+    """Error to raise after the rest of the reply, in place of an end-of-turn token."""
 
     @classmethod
     def of(cls, answer: ScriptedAnswer) -> ScriptedReply:
@@ -93,7 +93,7 @@ def call_text(call: ToolCall) -> str:
 class ScriptedEngine(Engine):
     """An engine that answers with `script(request)`, called once per choice. Without a script it answers "hello".
 
-    `pace` is the number of seconds before each event of a reply that sets none."""
+    `pace` is the number of seconds before each event of a reply that has no pace of its own."""
 
     def __init__(
         self,
@@ -214,7 +214,8 @@ def _pieces(reply: ScriptedReply, size: int) -> Iterator[tuple[SampleEvent, list
 
 
 def _split(text: str, size: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield a text in pieces of `size` tokens. A character that is cut belongs to the piece with its last byte."""
+    """Yield a text in pieces of `size` tokens. If a cut falls within a character, the character belongs to the piece
+    with its last byte."""
     ids = encode(text)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for start in range(0, len(ids), size):

@@ -71,8 +71,8 @@ class ExportReport:
 async def export(
     store: Store, form: str, write: Callable[[bytes], object], report: ExportReport | None = None, **options: Any
 ) -> ExportReport:
-    """Write rows through `write`, one line at a time. Return `report` (default: a new one), which counts while rows are
-    written. `options` are those of `export_lines`."""
+    """Write rows through `write`, one line at a time. Return `report` (default: a new one), whose counts are updated
+    while rows are written. `options` are those of `export_lines`."""
     report = ExportReport() if report is None else report
     async for line in export_lines(store, form, report, **options):
         write(line)
@@ -230,11 +230,11 @@ def _needs_build(stored: SessionTraces, rollout: RolloutRow | None, builder: str
 async def _read_session(
     store: Store, session_id: str | None, rollout: RolloutRow | None, form: str, builder: str
 ) -> SessionExport:
-    """Return the traces of a session with their certificates, as stored or, if necessary, built here.
+    """Return the traces of a session with their certificates: the stored traces or, if necessary, traces built here.
 
-    They are built here if no traces of the builder are stored, or if the session has newer calls than its stored
+    Traces are built here if no traces of the builder are stored, or if the session has newer calls than its stored
     traces (a session of `polar serve` never ends). Traces of the builder `rescored` are never built here. A rollout
-    that still runs has no traces yet. If a call of the session was lost, all its calls are excluded.
+    that still runs has no traces yet. If a call of the session was lost, all calls of the session are excluded.
     """
     summary = None if session_id is None else await store.sessions.summary(session_id)
     fields: Json = {"session_id": session_id, "reward": None if summary is None else summary.reward}

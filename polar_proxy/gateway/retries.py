@@ -2,12 +2,13 @@
 
 Each response is buffered while it is sent, and a little longer. A retry gets the contents of the buffer and then the
 rest of the response as it is generated. Equal bytes do not prove a retry: two parallel runs under one key often send
-the same bytes, and joining their requests would give both runs the same sample. A request retries an equal one if
+the same bytes, and joining their requests would give both runs the same sample. A request counts as a retry of an equal
+earlier request if
 
 * the earlier request lost its client before the last byte, and is still being answered, or
 * the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal request,
-  unless it may be the retry of a failed request. It may be one if the last equal request failed, or if an earlier
-  equal request failed and was not retried yet. The marked request is then sampled.
+  except in two cases: the last equal request failed, or an earlier equal request failed and was not retried yet. In
+  these cases the marked request may be the retry of the failed request, so it is sampled.
 
 With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
 answered; with `never`, it joins none.
@@ -33,7 +34,8 @@ _FINISHED_BYTES = 64 << 20
 """Maximum size in bytes of the requests and responses, all together, that are kept after their end."""
 
 RetryKey = tuple[str, str, bool, tuple[bytes, ...]]
-"""Session id, dialect, whether the answer is streamed, and the last message of each conversation of the request.
+"""Key under which equal requests are found: session id, dialect, whether the answer is streamed, and the last message
+of each conversation of the request.
 
 Equal requests have equal keys. Different requests rarely have equal keys, because every request of a run ends with a
 new message.
@@ -90,7 +92,7 @@ class ResponseBuffer:
         self._notify()
 
     async def has_listener(self) -> bool:
-        """Return whether a client gets this response: the first one, or one that retries within the grace period.
+        """Return whether a client gets this response: the client that sent the request, or one that sends a retry.
 
         Waits for a retry until the end of the grace period.
         """
@@ -146,7 +148,8 @@ class ResponseBuffer:
         )
 
     def _notify(self) -> None:
-        """Wake those who wait for a change: clients that follow, and the call itself once its client is gone."""
+        """Wake the tasks that wait for a change: the tasks of clients that follow, and the task of the call itself
+        after its client has disconnected."""
         if self._listeners or self.disconnected:
             self._changed.set()
             self._changed = asyncio.Event()
@@ -164,7 +167,8 @@ class RetryCache:
     def find(self, request: RequestContext) -> ResponseBuffer | None:
         """Return the buffer of the response that this request joins, or None if the request must be sampled.
 
-        If it is sampled because it may retry a failed attempt, that attempt is marked as retried.
+        If the request is sampled because it may be the retry of a failed request, the failed request is marked as
+        retried.
         """
         if self._policy == "never":
             return None

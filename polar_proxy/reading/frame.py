@@ -1,4 +1,4 @@
-"""Columns that were read, for Arrow, pandas and Polars.
+"""Columns read from a database, as tables of Arrow, pandas and Polars.
 
 Arrow's PyCapsule interface (`__arrow_c_stream__`) passes the columns to other libraries without a copy:
 https://arrow.apache.org/docs/format/CDataInterface/PyCapsuleInterface.html
@@ -31,7 +31,8 @@ class RecordFrame:
 
     @cached_property
     def columns(self) -> Columns:
-        """The values of each column by name. Times are ISO text or seconds since the epoch, as the views have them."""
+        """The values of each column by name. Times are ISO text or seconds since the epoch, as the database returns
+        them."""
         return self._load()
 
     def __len__(self) -> int:
@@ -72,4 +73,6 @@ def _require(package: str, extra: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise UsageError(f"This needs the package {package}: pip install 'polar-proxy[{extra}]'") from error
+        raise UsageError(
+            f"Converting the rows needs the package {package}: pip install 'polar-proxy[{extra}]'"
+        ) from error

@@ -66,7 +66,7 @@ class HarborEvaluator(Evaluator):
         return (self.tests,)
 
     async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-        """Run the script. There is no reward if it writes none, runs out of time or is killed."""
+        """Run the script. There is no reward if the script writes none, runs out of time or is killed."""
         folder = Path(self.tests)
         if folder_digest(folder) != self.digest:
             raise EvaluatorError(f"{folder} has changed since its task was read; run the task again")
@@ -133,7 +133,8 @@ async def _read_rewards(workspace: Workspace, result: CommandResult, seconds: fl
 
 
 def parse_reward(name: str, text: str) -> Json:
-    """Parse a reward file into numbers by name; a bare number is called ``reward``. Raises ValueError."""
+    """Parse a reward file into numbers by name; a bare number is called ``reward``. Raises ValueError unless all values
+    are finite numbers."""
     if not text.strip():
         raise ValueError("is empty")
     value = json.loads(text) if name.endswith(".json") else float(text)

@@ -1,8 +1,9 @@
 """Parsers of test runners' output: from a log to verdicts by test id.
 
-Parsers have the names that the SWE-bench family of data sets uses (`log_parser`, with or without ``parse_log_``), and
-spell test ids as in those data sets' FAIL_TO_PASS lists. Each was written from the runner's output and the data sets'
-documented ids. For any other runner give your own parser as ``module:function``.
+A parser has the name by which data sets of the SWE-bench family select it (their field `log_parser`); the prefix
+``parse_log_`` may be left out. Test ids are spelled as in the FAIL_TO_PASS lists of these data sets. Each parser was
+written from the runner's output and the documented ids of the data sets. For any other runner give your own parser as
+``module:function``.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def own_parsers(name: str) -> tuple[str, ...]:
 
 def get_parser(name: str, code: AllowedCode = NO_CODE) -> LogParser:
     """Return the parser called `name`, or the user's function ``module:function`` if `code` allows it. Raises
-    `BadTaskError`."""
+    `BadTaskError` if there is no such parser, or if the function is not allowed or cannot be loaded."""
     if is_code(name):
         return _validated(name, code.load(name))
     bare = name.removeprefix("parse_log_")
@@ -243,7 +244,9 @@ def _validated(name: str, parse: LogParser) -> LogParser:
     def parsed(log: str) -> Mapping[str, Verdict]:
         verdicts = parse(log)
         if wrong := {str(verdict) for verdict in verdicts.values()} - allowed:
-            raise BadTaskError(f"the log parser {name} returned {sorted(wrong)}; verdicts are {sorted(allowed)}")
+            raise BadTaskError(
+                f"the log parser {name} returned the verdicts {sorted(wrong)}; allowed are only {sorted(allowed)}"
+            )
         return verdicts
 
     return parsed

@@ -1,4 +1,5 @@
-"""The rules by which `lineage.py` decides an edge, each with its reason. The name of the rule is stored with the call.
+"""The rules by which `lineage.py` decides how a call relates to an earlier call (the call's edge), each with its
+reason. The name of the rule is stored with the call.
 
 Rules that recognise the purpose of a call by its texts are in `rules.py`.
 """
@@ -22,17 +23,17 @@ LINEAGE_REASONS = {
         "the newest that was not continued is taken)."
     ),
     "sdk_retry_header": "The client's SDK says that it sends this request again.",
-    "asked_again_after_failure": "The same request again after the first one failed or lost its client.",
+    "asked_again_after_failure": "It repeats an earlier request that failed or lost its client.",
     "asked_again_in_one_run": (
         "The same agent run repeats a request just after its answer, which it did not continue: usually the "
         "connection broke unnoticed (ambiguous: it may want a second sample)."
     ),
     "same_request_again": (
-        "The same request while the first is being answered or was just answered, without evidence that it is "
-        "a retry (ambiguous: it may be one, or a second run)."
+        "It repeats a request that is being answered or was just answered, without evidence of a retry "
+        "(ambiguous: it may be a retry, or a second run)."
     ),
     "partial_answer_kept": (
-        "The history keeps the part of a failed answer that arrived, or those of its items that were complete."
+        "The history keeps the part of a failed answer that had arrived, or only the complete items of the answer."
     ),
     "answer_cut": "The history keeps only the beginning of the last answer.",
     "answer_replaced": "Another assistant turn replaces the last answer.",

@@ -1,8 +1,8 @@
 """The registry of sessions: find the session of a key, and keep the state of each session in memory.
 
 A gateway may be one of several on a database (setting `gateway.shared`). Another gateway may then have closed a session
-that this one has in memory, or answered calls of it. So before each request this gateway reads the session's row, and
-the calls that it does not know.
+that this one has in memory, or answered calls of this session. So before each request this gateway reads the session's
+row, and the session's calls that are not in memory yet.
 
 While the store fails, sessions in memory go on, and unknown keys open sessions that are stored later. A session that
 lost a call is marked as incomplete as soon as the store can be written (`write_pending`). If the process ends before
@@ -174,7 +174,7 @@ class SessionRegistry:
         return row.session_id
 
     async def _load(self, digest: bytes, key: str | None, path_key: str | None, may_open: bool) -> SessionState | None:
-        """Return the session of a key that is not in memory; None if the key is unknown and must not open a session."""
+        """Load or open the session of a key. Return None if the key is unknown and must not open a session."""
         row = await self._store.sessions.by_key(digest)
         if row is None and path_key is not None and may_open:
             row = await self._store.sessions.get(path_key)
@@ -257,8 +257,8 @@ class SessionRegistry:
         return session.budget if session else None
 
     def mark_ended(self, session_id: str) -> None:
-        """Mark a session whose rollout ended while calls were in flight. Clients of these calls get a 409 in place of
-        the answer."""
+        """Mark a session as ended, because its rollout ended while calls were in flight. Clients of these calls get a
+        409 in place of the answer."""
         if session := self._by_id.get(session_id):
             session.ended = True
 
@@ -270,8 +270,8 @@ class SessionRegistry:
     def refusal(self, session_id: str) -> str | None:
         """Return why the session's last call could not be recorded; None if it was recorded.
 
-        Also None if the session is not in memory, or if it answers calls even if they cannot be recorded
-        (`record_required` is False)."""
+        Also None if the session is not in memory, or if the session's calls are answered even when they cannot be
+        recorded (`record_required` is False)."""
         session = self._by_id.get(session_id)
         return session.refusal if session else None
 

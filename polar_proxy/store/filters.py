@@ -47,7 +47,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<=": operator.le,
 }
 _VERSIONED = ("harness", "engine")
-"""Columns with a name and, after a space, a version. A condition without a version matches all versions."""
+"""Columns whose values are a name and, after a space, a version. A condition without a version matches all versions."""
 _CONDITION = re.compile(r"(\w+)\s*(>=|<=|!=|==|=|>|<)\s*(.+)")
 _LONGEST = 4096
 

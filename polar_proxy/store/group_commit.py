@@ -30,7 +30,7 @@ from polar_proxy.store.repositories.conversations import append_items
 from polar_proxy.types import CallRecord
 
 PATIENCE_SECONDS = 3.0
-"""Seconds that a commit or an announcement waits for a database server that is unavailable."""
+"""Seconds that a commit, or the announcement of a call, waits for a database server that is unavailable."""
 _DEFAULT_BUILDER = "merged"
 """The builder whose traces are made when a rollout ends."""
 LATE_CALL = "a call of another gateway was recorded after the end of the rollout; the rollout must not be trained on"
@@ -80,7 +80,8 @@ class GroupCommit:
         self._large_lane = _Lane(self._commit_batch, self._thread)
         self._stopped = False
         self.shared = False
-        """True if several gateways share the database. The commit of a call then deletes its row of `open_calls`."""
+        """True if several gateways share the database. The commit of a call then deletes the call's row in
+        `open_calls`."""
         self._insert_exclusions = database.insert_new(schema.exclusions)
         self._insert_nodes = database.insert_new(schema.nodes)
         self._insert_engines = database.insert_new(schema.engines)

@@ -1,8 +1,9 @@
 """Harbor task folders: task.toml, instruction.md, environment/, tests/, and optionally solution/.
 
-Format: https://www.harborframework.com/docs/tasks. Features that change a task's meaning and are not supported here
-(several steps, docker compose, a separate verifier image, Windows, GPUs, MCP servers, health checks) are refused by
-name. The table [metadata] of task.toml is kept; other keys that are not used here are ignored.
+Format: https://www.harborframework.com/docs/tasks. A task is refused if it uses a feature that changes the task's
+meaning and is not supported here: several steps, docker compose, a separate verifier image, Windows, GPUs, MCP servers
+or health checks. The error names the feature. The table [metadata] of task.toml is kept; other keys that are not used
+here are ignored.
 
 **Without docker.** A Dockerfile needs docker, but a task whose Dockerfile installs only programs that every sandbox has
 may declare::
@@ -56,7 +57,7 @@ _UNSUPPORTED_KEYS = {
 
 
 def harbor_task(folder: Path, position: int) -> Task:
-    """Read the task of one folder. Raises `BadTaskError`."""
+    """Read the task of one folder. Raises `BadTaskError` if the task cannot be used."""
     config = _config(folder)
     for name, what in _UNSUPPORTED_FILES.items():
         if (folder / name).exists():

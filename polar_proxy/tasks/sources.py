@@ -91,7 +91,8 @@ def load_tasks(
 def tasks_from_rows(
     name: str, rows: Sequence[Mapping[str, Any]], instances: int | None = None, code: AllowedCode = NO_CODE
 ) -> tuple[list[Task], tuple[TaskRefusal, ...]]:
-    """Like `load_tasks`, for the rows of a task file; paths in them are relative to the working directory."""
+    """Return tasks and refused tasks as `load_tasks` does, but from the rows of a task file. Paths in the rows are
+    relative to the working directory."""
     source = _from_items(name, rows, code)
     return source.select(None, instances), source.refused
 
@@ -280,7 +281,8 @@ def _item_name(item: object) -> str | None:
 
 
 def row_task(row: Row, position: int, folder: Path) -> Task:
-    """Make a task from a row with the fields of `Task`; paths in it are relative to `folder`. Raises `BadTaskError`."""
+    """Make a task from a row with the fields of `Task`. Paths in the row are relative to `folder`. Raises
+    `BadTaskError` if the row is not a valid task."""
     if "seed" in row:
         raise BadTaskError("seed: cannot be set; it is the row's position")
     evaluators = row.pop("evaluators", None)

@@ -13,7 +13,8 @@ little-endian; only sampled spans hash log-probabilities.
 
 A checker needs only the row, not the calls. The store leaves out the parts of a certificate that follow from the trace
 and its calls: identity, engines, spans and all hashes but the last. `restore` derives these parts again, and must get
-the same last hash. So if a trace or a call was changed in the database, this is detected when a row is made of it.
+the same last hash. So if a trace or one of its calls was changed in the database, this is detected when a row is made
+of the trace.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class SampledSpan(CallSpan):
     engine: Count
     """Index into `engines`."""
     versions: Annotated[list[tuple[Count, str | None]], Field(min_length=1)]
-    """(first position within the answer, policy version) of each run of tokens."""
+    """The runs of tokens with one policy version, each as (first position within the answer, policy version)."""
     past_reasoning: Literal["keep", "strip"] | None
     """The setting `past_reasoning` under which the prompt was continued; None if it had no effect."""
     temperature: float | None
@@ -146,7 +147,8 @@ class Certificate(StoredCertificate):
     parent_trace_id: str | None
     branch_at: Count
     branch_hash: Hash | None
-    """Hash of the first `branch_at` tokens of the parent's whole path."""
+    """Hash of the tokens before the branch: the first `branch_at` tokens of the sequence from the root through the
+    parent."""
     prompt_length: Count
     engines: list[EngineIdentity]
     seed: Hash
@@ -283,7 +285,7 @@ def _engine(call: CallRecord) -> Json:
 def _events_in(trace: Trace, calls: Mapping[str, CallRecord], events: Sequence[DriftEvent]) -> list[DriftEvent]:
     """Return the drift events of calls whose first answer is in the trace.
 
-    A call's other answers are in separate traces, in which only the prompt comes before them.
+    The other answers of a call are in separate traces, where nothing but the prompt comes before them.
     """
     if not events:
         return []

@@ -66,7 +66,8 @@ class WeightSync(Protocol):
     """Sends weights to one kind of engine."""
 
     async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
-        """Send the weights. Return once all new tokens are sampled with them; raise TrainingError if that fails."""
+        """Send the weights, and return once all new tokens are sampled with them. Raise TrainingError if the engine
+        does not load the weights."""
         ...
 
 

@@ -30,7 +30,8 @@ NAVIGATION = (
 
 @dataclass(frozen=True)
 class ViewContext:
-    """The parts of a server that its pages need: the API's context (with the store), access, and the pages' caches."""
+    """The parts of a server that its pages need: the API's context (with the store), the login of visitors (`access`),
+    and the pages' caches."""
 
     api: ApiContext
     access: PageAccess

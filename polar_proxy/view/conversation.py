@@ -37,7 +37,7 @@ class ShownMessage:
 
 @dataclass(frozen=True, slots=True)
 class ShownCall:
-    """A call's request in OpenAI's form and as the agent sent it, and its answers."""
+    """A call as a page shows it: the request in OpenAI's form and as the agent sent it, and the answers."""
 
     earlier: Sequence[ShownMessage]
     """Messages that are also in the request or answer of the call that this one continues."""
@@ -51,7 +51,7 @@ class ShownCall:
     """The messages as they were received, as indented JSON; None if only a separate page shows them."""
     raw_tools: str | None
     problem: str | None
-    """Why the request could not be parsed, so that it is shown as it was received; None if it was parsed."""
+    """Why the request could not be parsed; None if it was parsed. An unparsed request is shown as it was received."""
 
 
 def show_call(

@@ -21,7 +21,8 @@ Value = Callable[[Json], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A curve of a panel. Its values are read from the lines of metrics.jsonl that have this `kind`."""
+    """A quantity that a panel draws as one curve for each run. `read` gets its values from the lines of metrics.jsonl
+    that have this `kind`."""
 
     name: str
     read: Value

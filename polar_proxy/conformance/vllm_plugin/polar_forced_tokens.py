@@ -3,9 +3,9 @@
 The server runs in its own Python environment, so this file imports nothing of Polar. Start the server with this folder
 on PYTHONPATH and `--logits-processors polar_forced_tokens:ForcedTokens`.
 
-The n-th token of an answer is `forced_ids[n]`, whatever the model prefers; after the last one the model is free. vLLM
-computes raw log-probabilities before logits processors, so it reports the model's own log-probability of each forced
-token, exactly as if it had been sampled.
+The n-th token of an answer is `forced_ids[n]`, whatever the model prefers; after the last forced token the model is
+free. vLLM computes raw log-probabilities before logits processors, so it reports the model's own log-probability of
+each forced token, exactly as if it had been sampled.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Google's response: GenerateContentResponse objects, alone, as server-sent events, or as items of a JSON array.
 
-* Text is streamed as it arrives; a function call is sent whole, when the next call has begun or at the end.
+* Text is streamed as it arrives. A function call is sent whole, as soon as the next call has begun or the answer has
+  ended.
 * Reasoning is sent as a thought part if the client asked for thoughts. In any case, the signature of the next part that
   is not a thought holds the reasoning, too. The signature of the first tool call holds all reasoning so far, because
-  the first call is where Google's own API puts a signature. In a stream, the text's signature is on its first piece:
-  Gemini CLI appends later pieces to the first and drops all their other fields. Reasoning after the last part goes into
-  the signature of an additional empty text part.
-* `args` must be a JSON object. Other arguments (`[1]`, broken JSON, cut short) reach the agent as the text
-  `name(arguments)`, letter for letter, and never as an empty object; the signature restores the tool call when the text
-  comes back. Empty arguments of a finished tool call mean `{}`.
+  the first call is where Google's own API puts a signature. In a stream, the signature of the text is on the text's
+  first piece, because Gemini CLI appends the text of later pieces to the first and drops all other fields of the later
+  pieces. Reasoning after the last part goes into the signature of an additional empty text part.
+* `args` must be a JSON object. Other arguments (such as `[1]`, or JSON that is broken or cut short) reach the agent as
+  the text `name(arguments)`, letter for letter, and never as an empty object; the signature restores the tool call when
+  the text comes back. Empty arguments of a finished tool call mean `{}`.
 * `thoughtsTokenCount` counts the tokens up to the end of the reasoning, `candidatesTokenCount` the tokens after it. If
   an engine does not show where the reasoning ends, `candidatesTokenCount` counts all tokens.
 * An answer of the type `text/x.enum` is sampled as a JSON string, because engines can constrain JSON. It is sent in one

@@ -3,8 +3,8 @@
 * System messages at the beginning are `systemInstruction`. Later ones become text parts of a `user` content, because
   the API has no system role there; `not_carried` then includes `messages.system`.
 * The result of a tool is a `functionResponse` with the text as `output`; its images follow in the same content.
-* The parts of a signed answer that the client did not change are sent with their `thoughtSignature`s. Reasoning is
-  left out.
+* If an earlier answer was signed, its text and tool calls are sent with their `thoughtSignature`s, unless the client
+  changed them. Reasoning is left out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def google_body(request: ChatRequest, model: str) -> Json:
 
 
 def google_prompt(request: ChatRequest) -> Json:
-    """Return the fields of the body that determine the prompt. A request to count its tokens has the same fields."""
+    """Return the fields of the body that determine the prompt. A request to count the prompt's tokens has the same
+    fields."""
     leading, messages = split_system(request.messages)
     body: Json = {"contents": _contents(messages)}
     if system := [part for message in leading for part in _parts(message)]:

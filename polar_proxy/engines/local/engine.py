@@ -35,7 +35,7 @@ _PROMPT_TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The objects of the engine that exist only while it is entered."""
+    """The objects of the engine that exist only while the engine is entered (`async with`)."""
 
     info: EngineInfo
     runner: ModelRunner
@@ -152,7 +152,7 @@ class LocalEngine(Engine):
         """Render, tokenize and check a request, and compile its grammar.
 
         Runs in a thread, because each of these steps can take long. Returns the generation and, for a conversation, one
-        answer parser per choice. Raises RequestError.
+        answer parser per choice. Raises RequestError if the model cannot serve the request.
         """
         model, sampling = self.loaded, request.sampling
         parsers: list[HermesParser] = []

@@ -7,14 +7,14 @@ engine looks for a parser that agrees with the server's own chat route on a set 
   complete; a cut or malformed one is reported as text.
 * `ProcessAnswerParser`: vLLM's own parsers in a side process (`parser_process.py`). They parse each token as the chat
   route does.
-* `DerenderAnswerParser`: the server's own parser at `/v1/chat/completions/derender` (vLLM with `--enable-scale-out`).
-  A whole answer is parsed in one request. For a stream, the server parses the answer from its beginning at each
-  request, so the requests are sent at growing intervals. In all, the server does the work of parsing the answer about
-  eight times, and at any moment at most the newest eighth of the answer is still held back. Some of vLLM's parsers lose
-  a call that arrives in one piece; a stream of such a server is parsed as a whole at its end.
+* `DerenderAnswerParser`: the server's own parser at `/v1/chat/completions/derender` (vLLM with `--enable-scale-out`). A
+  whole answer is parsed in one request. For a stream, the server parses the answer from its beginning at each request,
+  so the requests are sent at growing intervals. In all, the server does the work of parsing the answer about eight
+  times, and at any moment at most the newest eighth of the answer is still held back. Some of vLLM's parsers lose a
+  call that arrives in one piece. If the server uses such a parser, a stream is parsed as a whole at its end.
 
-Invariant: ids, log-probabilities and their order are those of the events given; only text, reasoning, tool calls and
-the finish reason change.
+Invariant: a parser keeps the token ids, the log-probabilities and the order of the events. It changes only text,
+reasoning, tool calls and the finish reason.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class AnswerParser:
 def make_answer_parser(
     client: VllmClient, request: ChatRequest, prompt: TokenIds, config: ParserConfig, process: ParserProcess | None
 ) -> AnswerParser:
-    """Return the parser of one call's answer. Raises CannotContinueError if the answer cannot be parsed."""
+    """Return the parser of one call's answer. Raises CannotContinueError if no parser fits the request."""
     if uses_tools(request) and not config.tools:
         raise CannotContinueError("the server parses no tool calls. Start vLLM with --enable-auto-tool-choice.")
     if has_strict_tool(request) and config.kind != "process":
@@ -106,8 +106,8 @@ def make_answer_parser(
         return ProcessAnswerParser(process, config.parsers, parser_request(client.model, request), prompt)
     if request.sampling.stop:
         raise CannotContinueError(
-            "the request has stop strings, and the answer is parsed by the server's route /derender. The route reads "
-            "whole tokens, so the text might go on after a stop string."
+            "the answer is parsed by the server's route /derender, which reads whole tokens, so the answer's text "
+            "might go beyond the request's stop strings."
         )
     return DerenderAnswerParser(client, request, prompt, config)
 

@@ -20,9 +20,10 @@ its parsers, the tags of reasoning and the stop tokens.
 
 A failed request is answered with {"error": text}. Each answer goes through the detokenizer and the parser of vLLM's
 chat route, one token at a time, with the request as that route changes it (`adjust_request`). Samples of the server's
-answers go through it in the chunks of the server's stream (`chunks`), because some parsers lose calls if several tokens
-come at once. Conversations are rendered by the renderer of the chat route, with its defaults. For most models it uses
-the chat template; gpt-oss has a library instead (openai-harmony), and some models have code in vLLM.
+answers go through the parser in the same chunks as in the server's stream (`chunks`), because some parsers lose calls
+if several tokens come at once. Conversations are rendered by the renderer of the chat route, with its defaults. For
+most models the renderer uses the chat template. For gpt-oss it uses a library (openai-harmony), and for some other
+models code in vLLM.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class ParsedChoice:
         self._calls_tools = False
 
     def feed(self, token_ids: list[int], finish: str | None, chunks: Sequence[int] | None = None) -> Json:
-        """Parse these tokens one by one. If `chunks` is given, parse them in chunks with these numbers of tokens."""
+        """Parse these tokens one by one. `chunks`: parse them in chunks instead, with these numbers of tokens."""
         out: Json = {"text": "", "reasoning": "", "calls": [], "finish": finish}
         sizes = [size for size in chunks or () if size] or [1] * max(1, len(token_ids))
         for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
@@ -184,7 +185,7 @@ class ParsedChoice:
             out["calls"].append({"index": call.index, "id": call.id, "name": name, "arguments": arguments or ""})
 
     def _next_text(self, token_ids: list[int], finish: str | None) -> str:
-        """Return the text that one token adds. A token that ends the answer has none, unless it completes a stop
+        """Return the text that one token adds. A token that ends the answer adds no text, unless it completes a stop
         string."""
         may_be_string = bool(self._request.stop)
         before = len(self._detokenizer.output_text)
@@ -360,7 +361,7 @@ class ParserWorker:
         return out
 
     def _parse(self, parsers: list[str | None], request: Json, prompt: list[int], ids: list[int]) -> str:
-        """Return a whole answer as JSON, or the name of the parser's error."""
+        """Parse a whole answer. Return it as JSON; if the parser fails, return the name of its error."""
         try:
             answer = OpenAnswer(self._model, parsers, request, prompt)
             return json.dumps(merged(answer.feed(0, ids, "stop")))

@@ -344,11 +344,12 @@ class ServerProbe:
     async def _end_of_turn(self) -> tuple[int, ...]:
         """Return the id of the token that ends an answer, as a tuple of one; an empty tuple if none is found.
 
-        Candidates are the tokens with which the template closes a message. If it writes none, they are the tokens that
-        begin the next message (GLM). Some candidates, such as a line break, do not end an answer. So a bias makes the
-        server sample each in turn, and the first at which the server stops by itself is returned. If the side
-        process renders, the candidates are the stop tokens of the model's configuration. (The token that gpt-oss's
-        format writes after past answers is not the one at which the server stops.)
+        Candidates are the tokens with which the template closes a message. If the template writes no token at the end
+        of a message, the candidates are the tokens that begin the next message (GLM). Some candidates, such as a line
+        break, do not end an answer. So a bias makes the server sample each in turn, and the first at which the server
+        stops by itself is returned. If the side process renders, the candidates are the stop tokens of the model's
+        configuration. (The token that gpt-oss's format writes after past answers is not the one at which the server
+        stops.)
         """
         for end in await self._end_candidates():
             if await stops_at(self._client, end):
@@ -381,7 +382,7 @@ async def stops_at(client: VllmClient, token: int) -> bool:
 
 def read_precision(description: str) -> str | None:
     """Return the number formats in vLLM's own description of its configuration, such as "bfloat16, fp8 cache"; None if
-    it has none."""
+    the description names no format."""
     fields = dict(re.findall(r"\b(dtype|quantization|kv_cache_dtype)=([^,\s]+)", description))
     if "dtype" not in fields:
         return None

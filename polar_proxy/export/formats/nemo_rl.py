@@ -1,4 +1,4 @@
-"""NeMo-RL: one rollout as a `DatumSpec`, whose message log has token ids, as NeMo-RL's own rollouts produce it.
+"""NeMo-RL: one rollout as a `DatumSpec`. Its message log has token ids, as in NeMo-RL's own rollouts.
 
 NeMo-RL trains the messages of role `assistant` that carry `generation_logprobs`. The response is therefore cut where
 the mask changes, not where messages begin: each run of sampled tokens is an assistant message, and each run between two

@@ -1,1 +1,1 @@
-"""The HTTP server below the gateway: connections, WebSockets, limits, requests and answers of ASGI."""
+"""The HTTP server on which the gateway runs: connections, WebSockets, limits, routes and helpers for ASGI."""

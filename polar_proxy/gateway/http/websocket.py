@@ -1,9 +1,10 @@
-"""uvicorn's WebSocket protocol with the limits of the HTTP one (`limits.py`).
+"""uvicorn's WebSocket protocol, with the same limits as the HTTP protocol (`limits.py`).
 
-* A message is bounded in size, in time, and in how slowly it may come, like the body of a request. While a large one
-  comes, the application is sent `asgi.WEBSOCKET_PIECE` messages, so that it can reserve the memory.
+* A message is bounded in size, in time, and in how slowly it may come, like the body of a request. While a large
+  message arrives, the application is sent `asgi.WEBSOCKET_PIECE` messages, and can reserve the memory.
 * In each turn of the event loop, a bounded time is spent on parsing one connection, however small its frames are.
-* While a client does not read what is sent to it, nothing more is read from it; after a time it is disconnected.
+* While a client does not read what it is sent, the server reads nothing more from this client. After a time, the server
+  disconnects the client.
 * A WebSocket without a request is closed after a time, or earlier if there are too many connections.
 * Compression is not offered, so a message is never larger than the bytes that were received for it.
 

@@ -1,4 +1,4 @@
-"""Converts table rows to records of calls, equal to those that were committed."""
+"""Converts table rows to records of calls. The records are equal to the ones that were committed."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def fetch(
     """Read all rows of the calls that meet `where`, a condition on `calls`. This takes five statements, which read each
     shared node once.
 
-    `values`: the values of the bound parameters in `where`. Without `text` the records have tokens, but no messages,
-    tools or fingerprint, and their answers are empty.
+    `values`: the values of the bound parameters in `where`. Without `text` the records have the tokens of prompts and
+    answers, but no messages, tools or fingerprint, and the messages of their answers are empty.
     """
     statements = _statements(where, text)
     call_rows = connection.execute(statements.calls, values).all()

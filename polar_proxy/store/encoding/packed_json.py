@@ -1,4 +1,4 @@
-"""Small JSON values as packed cells, and the header and raw deflate that all cells share.
+"""Small JSON values as packed cells, and what all cells share: the header, and compression by raw deflate.
 
 The format is described in `cells`. This module does not import numpy, so that the schema does not need it.
 """
@@ -65,7 +65,7 @@ def deflate(body: bytes, dictionary: bytes) -> bytes:
     """Compress a body with only the end of the dictionary, and with a window that is just large enough.
 
     Most bodies are short, and indexing the whole dictionary for each would take most of a commit's time. `inflate` need
-    not know how much was used: it works with the whole dictionary and the largest window.
+    not know how much of the dictionary was used: it works with the whole dictionary and the largest window.
     """
     dictionary = dictionary[-max(_MIN_DICTIONARY, _DICTIONARY_PER_BYTE * len(body)) :]
     window_bits = max(9, min(15, (len(dictionary) + len(body) + _LOOKAHEAD).bit_length()))

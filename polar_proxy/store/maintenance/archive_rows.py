@@ -50,7 +50,7 @@ _WORDS: Mapping[tuple[str, str], frozenset[str]] = {
 _JSON_FORMS: Mapping[tuple[str, str], type] = {("traces", "call_ids"): list, ("completions", "versions"): list}
 """The Python types of the JSON columns whose values are not JSON objects."""
 ColumnChecks = Mapping[tuple[str, str], Callable[[Any], None]]
-"""(table, column) -> function that raises ValueError if a JSON value of the column does not fit its model."""
+"""Functions by (table, column). Each raises ValueError for a JSON value that does not fit the column's model."""
 _CANONICAL = frozenset({"settings", "engines"})
 """Tables whose key is the hash of the row's JSON text."""
 
@@ -70,7 +70,7 @@ def copy_rows(
     """Copy all rows of `tables` from the file `received` into the new database `own`.
 
     Raises StoreError if the file is damaged, is too large, or has content that Polar does not write.
-    `unpacked_limit`: the number of bytes to which the packed values may unpack."""
+    `unpacked_limit`: maximum total size of the packed values after unpacking, in bytes."""
     unpacked = UnpackedBytes(unpacked_limit)
     with closing(_open(received)) as source, closing(sqlite3.connect(own)) as target:
         source.execute("PRAGMA trusted_schema=OFF")

@@ -5,7 +5,8 @@ a row that refers to a deleted one, and a gateway whose commit is refused insert
 (`group_commit.GroupCommit`). A row is deleted only if nothing refers to it at the time of the deleting transaction.
 
 For each deleted row, the database looks for rows that refer to it: where a foreign key has no index, it scans the whole
-table. Permanent indices would add a tenth to the stored bytes of every call, so they exist only while maintenance runs.
+table. Permanent indices for these foreign keys would add a tenth to the stored bytes of every call. So the indices are
+made when maintenance begins, and dropped when it ends.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ROLLOUTS_AT_ONCE = 20
 _JUDGEMENTS = (schema.rewards, schema.remarks)
 """Tables whose rows belong to a rollout or session, and are removed with it."""
 _YOUNG_FILE_SECONDS = 3600.0
-"""A younger file may belong to an artifact whose row is about to be stored."""
+"""Age in seconds below which a file is kept, because the row of its artifact may be about to be stored."""
 _ATTEMPTS = 5
 _PAGES_AT_ONCE = 2000
 

@@ -42,7 +42,7 @@ class TrainingRunRow:
     """The settings, as `GrpoConfig` has them."""
     created_at: float
     updated_at: float | None
-    """The time of the newest line of its metrics.jsonl; None without lines."""
+    """The time of the newest line of the run's metrics.jsonl; None if there are no lines."""
     step: int
     """Number of completed steps."""
     lines: int

@@ -29,7 +29,7 @@ _BESIDE = 4
 """Number of rollouts that are shown side by side until the reader chooses others."""
 _BUILT_KEPT = 1000
 BuiltTraces = MutableMapping[tuple[str, str], Sequence[TraceSummary]]
-"""(session id, builder) -> traces of an ended rollout, which no longer change."""
+"""Cache of the traces of ended rollouts, by (session id, builder). These traces no longer change."""
 Beside = Annotated[list[str], Query(alias="run", description="Ids of the rollouts that are shown side by side.")]
 
 
@@ -45,7 +45,7 @@ class GroupTraining:
     run_id: str | None
     """The training run that leased the group last; None if no run has leased it."""
     step: int | None
-    """The step of this run that trained the group; None if it was not trained yet."""
+    """The step of the run `run_id` that trained the group; None if no step has trained it yet."""
 
 
 def add_routes(pages: APIRouter, view: ViewContext) -> None:
