@@ -121,7 +121,8 @@ def find_choice(call: CallRecord, index: int) -> Choice | None:
 
 @dataclass(frozen=True, slots=True)
 class TracePath:
-    """A whole sequence from its root: `token_ids` int32 [n], `loss_mask` uint8 [n], `logprobs` float32 [n]."""
+    """All tokens from the root trace to the end of a trace: `token_ids` int32 [n], `loss_mask` uint8 [n], `logprobs`
+    float32 [n]."""
 
     token_ids: TokenIds
     loss_mask: LossMask

@@ -39,7 +39,7 @@ def escape_controls(text: str) -> str:
 
 
 def escape_json_controls(document: str) -> str:
-    """Return a JSON document with the control characters in its strings as `\\u` escapes, which keeps its value."""
+    """Return a JSON document with the control characters in its strings as `\\u` escapes. Its value stays the same."""
     return _CONTROL.sub(_json_escaped, document)
 
 
@@ -98,8 +98,8 @@ class SafeLogFormatter(logging.Formatter):
 
 
 class JsonLogFormatter(logging.Formatter):
-    """Formats a record as one line of JSON: time, level, logger, message, ids of the context, and the dict that was
-    logged as `fields`."""
+    """Formats a record as one line of JSON: time, level, logger, message, the ids of `LogContext`, the items of the
+    dict that was logged as `fields`, and the traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

@@ -98,7 +98,7 @@ class Message:
     """(index of a content part, the client's mark to cache the prompt up to this part). Only Anthropic's API reads such
     marks."""
     provider_turn: ProviderTurn | None = field(default=None, compare=False, repr=False)
-    """This answer as a hosted model wrote it. Not part of `to_openai`."""
+    """The answer in the provider's own format, if a hosted model wrote this message. Not part of `to_openai`."""
 
     @property
     def has_images(self) -> bool:
@@ -107,7 +107,7 @@ class Message:
 
     @classmethod
     def from_openai(cls, value: Json) -> Message:
-        """Return the message from which `to_openai` made this object."""
+        """Return the message that an object in the form of `to_openai` describes."""
         return cls(
             role=value["role"],
             content=value["content"],
@@ -216,7 +216,7 @@ EngineRequest = ChatRequest | TextRequest
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """A piece of tool call number `index` of a choice. `id` and `name` come with its first piece."""
+    """A piece of tool call number `index` of a choice. `id` and `name` come with the call's first piece."""
 
     index: int
     id: str | None = None
@@ -416,7 +416,7 @@ class CallRecord:
     route: str | None = None
     """Name of the rule that chose the engine."""
     hooks: Json | None = None
-    """Changes by hooks. `request`: the changed parts, as the model saw them. `answer`: the messages, as sampled."""
+    """Changes by hooks. `request`: the changed parts, as the model saw them. `answer`: the sampled messages."""
     conversation: ConversationTurn | None = None
     """Items that committing the record adds to a conversation; None in a record that is read back."""
 

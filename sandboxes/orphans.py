@@ -60,7 +60,7 @@ class OwnerProcess:
         return cls(machine, boot, namespace, os.getpid(), start_time(os.getpid()) or "")
 
     def dead(self) -> bool:
-        """Return True only if the owner is certainly dead; False also if this process cannot know."""
+        """Return True if the owner is certainly dead, and False if the owner lives or this process cannot know."""
         machine, boot, namespace = _this_machine()
         if self.machine != machine:
             return False
@@ -289,7 +289,8 @@ def _tree(ident: str) -> set[tuple[int, str]]:
 
 
 def _signal(pid: int, start: str, number: signal.Signals) -> bool:
-    """Signal a process through a handle, so that a reused pid is never signalled. Return False if it has ended."""
+    """Signal a process through a handle, so that a reused pid is never signalled. Return False if the process has
+    ended."""
     if not LINUX:
         if start_time(pid) == start:
             os.kill(pid, number)

@@ -43,8 +43,8 @@ class SandboxTree(ABC):
 
     entries: dict[bytes, TreeEntry]
     top_names: Collection[bytes] | None = None
-    """The names directly below the folder that were read; None: all names. Everything with another name is unchanged
-    from the sandbox's image."""
+    """Names directly below the folder. Only entries with these names, and everything below them, were read; None: all
+    was read. Everything else is unchanged from the sandbox's image."""
 
     @abstractmethod
     def read(self, path: bytes) -> bytes:
@@ -76,8 +76,9 @@ class EntryCounter:
             raise TreeTooLarge(f"a path is longer than {PATH_BYTES} bytes: {os.fsdecode(path[:60])!r}...")
         self._path_bytes += len(path)
         if self._path_bytes > ALL_PATHS_BYTES:
-            limit = f"{ALL_PATHS_BYTES >> 20} MiB"
-            raise TreeTooLarge(f"the path names of all files and folders together are longer than {limit}")
+            raise TreeTooLarge(
+                f"the paths of all files and folders together are longer than {ALL_PATHS_BYTES >> 20} MiB"
+            )
 
 
 class FolderTree(SandboxTree):

@@ -1,4 +1,4 @@
-"""The adapters of definition files, one class for each source of the program."""
+"""The harness adapters of definition files: one class for each way to get the harness's program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MISSING = object()
 
 
 class DefinedHarness(ConnectableHarness):
-    """A harness that a definition describes. Subclasses install its program."""
+    """A harness that a definition file describes. Each subclass gets the program in one way."""
 
     def __init__(self, definition: HarnessDefinition) -> None:
         self.definition = definition
@@ -111,7 +111,7 @@ class DefinedVenvHarness(DefinedHarness, VenvHarness):
 
 
 class DefinedProgram(DefinedHarness):
-    """A harness whose program or folder is on this machine already, and is mounted unchanged."""
+    """A harness whose program, a file or a folder, is on this machine already. Sandboxes mount it unchanged."""
 
     @property
     def install_command(self) -> tuple[str, ...]:
@@ -218,8 +218,8 @@ def _run_values(context: LaunchContext, installed: Installation) -> dict[str, ob
 def _filled_words(
     words: Sequence[str], values: Mapping[str, object], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
-    """Fill in the placeholders of each word. A word that is the name of a group in braces, such as `{arguments}`, is
-    replaced by all words of the group."""
+    """Fill in the placeholders of each word. A word such as `{arguments}` names a group of words, and is replaced by
+    all words of this group."""
     found: list[str] = []
     for word in words:
         group = (groups or {}).get(word.removeprefix("{").removesuffix("}")) if word.startswith("{") else None
@@ -228,7 +228,8 @@ def _filled_words(
 
 
 def _fill_value(value: Any, values: Mapping[str, object]) -> Any:
-    """Fill in the placeholders of all strings in a value. A key is left out if its placeholder has no value (None)."""
+    """Fill in the placeholders of all strings in a value. If the value of a key is a single placeholder that stands for
+    None, the key is left out."""
     if isinstance(value, str):
         whole = PLACEHOLDER.fullmatch(value)
         if whole is not None and whole["name"]:

@@ -1,8 +1,8 @@
 """The keys of a definition file, and the errors for a wrong one.
 
 Strings may hold placeholders (`harness_adapters.toolkit.placeholders`). A value that consists of one placeholder gets
-the type of the placeholder's value, such as a number. A key is left out if its placeholder has no value, such as the
-context length of some models. Three placeholders are words of a command line and stand for any number of words:
+the type of the placeholder's value, such as a number. If the placeholder has no value, such as the context length of
+some models, the key is left out. Three placeholders are words of a command line and stand for any number of words:
 `{program}`, `{arguments}`, `{resume}`.
 """
 
@@ -131,7 +131,7 @@ class ExitTable(_Table):
 
     limits: tuple[LimitTable, ...] = ()
     failed: Regex = ""
-    """Output that shows a failure although the exit code is 0; `^` and `$` match at each line."""
+    """Regular expression of output that shows a failure although the exit code is 0; `^` and `$` match at each line."""
     errors: Words = ()
     """Beginnings of the output lines that report an error."""
 
@@ -187,7 +187,7 @@ class HarnessDefinition(_Table):
         for path in {**self.connection.settings, **(self.run.settings if self.run else {})}:
             if not path.endswith((".json", ".toml", ".yaml")):
                 raise ValueError(
-                    f"settings: {path!r} must end in .json, .toml or .yaml; other texts belong to run.files"
+                    f"settings: {path!r} must end in .json, .toml or .yaml; put files of other types under run.files"
                 )
         for key, text, names in _texts(self):
             if "{mount:" in text:

@@ -68,7 +68,7 @@ class ApiContext:
     engines: Mapping[str, Engine] = field(default_factory=dict)
     """The engines of the settings [engines], by name."""
     from_this_process: bool = False
-    """True if the requests come from a command of this process, which may use all of this machine."""
+    """True if the requests come from a command that runs in this process. Such requests may use all of this machine."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server stops, so that streams end."""
     exports: ExportProcesses | None = None
@@ -82,7 +82,7 @@ class ApiContext:
 
 @dataclass(frozen=True)
 class Routers:
-    """One router for each set of roles that may use its routes."""
+    """The API's routers. All routes of one router may be used by the same roles."""
 
     admin: APIRouter
     trainer: APIRouter
@@ -112,7 +112,7 @@ async def _store_of(request: Request) -> Store:
 Context = Annotated[ApiContext, Depends(_context_of)]
 """A route's parameter: the context of the server that serves the request."""
 ApiStore = Annotated[Store, Depends(_store_of)]
-"""A route's parameter: the store of that server."""
+"""A route's parameter: the store of the server that serves the request."""
 
 
 def not_found(kind: str, name: str) -> ApiError:
@@ -255,7 +255,7 @@ def by_api_key(store: Store) -> Authenticate:
     """Authenticate requests by the API keys in the store."""
 
     async def authenticate(request: Request) -> Role:
-        """Return the role of the request's API key, and set `request.state.author` to its label and name.
+        """Return the role of the request's API key, and set `request.state.author` to the key's label and name.
 
         Raises ApiError: 401 without a valid key, 403 for the key of an agent's session.
         """
@@ -286,8 +286,8 @@ async def allow_all(request: Request) -> Role:
 async def local_admin_key(store: Store, home: Path) -> Path:
     """Return the path of the file with this machine's admin key.
 
-    If the file is missing or its key was revoked, a new key is written to it first. If the key is not in the store, it
-    is added there.
+    If the file is missing or its key was revoked, a new key is written to the file first. If the store does not have
+    the key, the key is added to the store.
     """
     path = home / KEY_FILE
     key = path.read_text().strip() if path.exists() else ""

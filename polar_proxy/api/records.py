@@ -83,7 +83,8 @@ async def export_rows(
 
 
 async def stream_export(context: ApiContext, form: str, **options: Any) -> StreamedResponse:
-    """Return the rows of an export with their report. `options`: those of `export_lines`."""
+    """Return the rows of an export, and the export's report as the last line. `options`: the options of
+    `export_lines`."""
     report = ExportReport()
     if context.exports is not None:
         rows = context.exports.export(form, report, **options)

@@ -1,4 +1,5 @@
-"""Routes of groups and rollouts, their trajectories, rewards and remarks, and of sessions without a rollout."""
+"""Routes of groups and rollouts, of their trajectories, rewards and remarks, and of new sessions for users' own
+agents."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ admin, trainer = routers.admin, routers.trainer
 
 @trainer.get("/groups/{group_id}", tags=["groups"])
 async def get_group(store: ApiStore, group_id: GroupId) -> m.GroupDetail:
-    """Return a group with all its rollouts, also those without traces, because their rewards count in the baseline."""
+    """Return a group with all its rollouts. Rollouts without traces are included, because the baseline counts their
+    rewards."""
     return await require("group", group_id, find_group(store, group_id))
 
 
@@ -105,10 +107,11 @@ async def add_reward(store: ApiStore, body: m.RewardRequest) -> m.Reward:
 
 @trainer.post("/remarks", status_code=201, tags=["rewards"])
 async def add_remark(store: ApiStore, body: m.RemarkRequest, request: Request) -> m.Remark:
-    """Give a label, a note or a rating to a rollout or a session. Earlier ones are kept.
+    """Give a label, a note or a rating to a rollout or a session. Earlier remarks are kept.
 
-    The author is the key of the request. The newest label and rating are fields of the rollout, so that conditions
-    such as `label=odd, rating>=4` select by them. The session of a rollout is refused: name the rollout instead.
+    The author of a remark is the API key of the request. The newest label and rating are fields of the rollout or
+    session, so that conditions such as `label=odd, rating>=4` select by them. The session of a rollout is refused: name
+    the rollout instead.
     """
     await _sessions_of(store, body)
     remark_id = await store.remarks.add(

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def _base_url(url: str) -> str:
-    """Return a server's root URL, for a URL with or without the API's path."""
+    """Return the root URL of a server. The given URL may end with the API's path."""
     return url.rstrip("/").removesuffix(API_PREFIX)
 
 

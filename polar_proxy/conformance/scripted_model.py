@@ -1,8 +1,8 @@
 """The scripted model: scenarios as data, and the answer to each request of a run.
 
 Apart from faults and a full context, an answer depends on the request alone, so that a retry gets the same answer.
-Every answer carries a tag such as `step-3-<nonce>`. The highest tag in a conversation is its progress, even after
-retries, compaction and other changes that a harness makes to its messages.
+Every answer carries a tag such as `step-3-<nonce>`. The highest tag in a conversation shows how far the run is, even
+after retries, compaction and other changes that a harness makes to its messages.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Scenario:
     """Faults of different steps: each occurs at the first request for its step. Faults that a run does not reach are
     tried in another run."""
     fills_context: bool = False
-    """True if the context is reported as full from the second step on, until a summary is requested. The number of
-    commands is the harness's own (`HarnessProfile.compaction_steps`)."""
+    """True if the context is reported as full from the second step on, until the harness requests a summary.
+    `HarnessProfile.compaction_steps` is the number of commands in this scenario."""
     endless: bool = False
     """True if the answer is so slow that the program is killed in the middle of it."""
     refuses: bool = False
@@ -175,7 +175,7 @@ class ScriptedModel:
         return ScriptedReply(error=EngineError(message, status=int(fault)))
 
     def should_cut(self, exchange: Exchange) -> bool:
-        """Return whether the recording proxy shall break the answer to this request."""
+        """Return whether the recording proxy shall break off the answer to this request."""
         if "drop" not in self.faults.values() or len(exchange.body) > _LARGEST_CUT_REQUEST:
             return False
         text = exchange.body.decode(errors="replace")
@@ -203,7 +203,7 @@ class ScriptedModel:
         return f'"{self.profile.tool}"' in text if self.profile.tool else True
 
     def _next_step(self, text: str, kind: RequestKind) -> int:
-        """Return the number of the next step: one more than in the highest tag in the text, or 0 without a tag."""
+        """Return the number of the next step: the number of the text's highest tag plus 1, or 0 without a tag."""
         word = "step" if kind == "main" else "cstep"
         found = re.findall(rf"(?<![a-z]){word}-(\d+)-{self.nonce}", text)
         return max(map(int, found), default=-1) + 1
@@ -224,8 +224,9 @@ def step_reply(
 ) -> ScriptedReply:
     """Return the scripted answer for `step` of a scenario, in the form that the harness understands.
 
-    The answer contains `tag`. Later requests repeat the answer, so their highest tag shows how far the run is. If the
-    step starts a sub-agent, `subagent` marks its task; if it waits for a sub-agent, `agent_id` is the sub-agent's id.
+    The answer contains `tag`. Later requests contain this answer, so the highest tag in a request shows how far the run
+    is. `subagent`: a text that marks the task of a sub-agent, for a step that starts one. `agent_id`: the id of the
+    sub-agent that the step waits for.
     """
     if profile.answer_format == "terminus":
         return _terminus_reply(step, tag)
@@ -257,7 +258,8 @@ def step_reply(
 
 
 def _terminus_reply(step: Step, tag: str) -> ScriptedReply:
-    """Return the answer for Terminus 2, one JSON object: keystrokes for its terminal, or that the task is complete."""
+    """Return the answer for Terminus 2: a JSON object with keystrokes for the terminal and whether the task is
+    complete."""
     commands = step if isinstance(step, tuple) else ()
     keys = [
         {"keystrokes": traced_command(tag, number, text) + "\n", "duration": 0.3}

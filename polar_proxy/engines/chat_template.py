@@ -1,7 +1,7 @@
 """Render a model's chat template in this process, as Transformers and vLLM do.
 
 `ModelFiles` are the template, special tokens and tokenizer of a model's folder. A server may use other files than
-these. To find out, `local_rendering.py` compares renderings made here with the server's.
+these. `local_rendering.py` finds out whether a server does: it compares renderings made here with the server's.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class ModelFiles:
     def load(cls, folder: Path) -> ModelFiles | None:
         """Return the files of a model's folder.
 
-        Returns None if it has no chat template or no tokenizer.json, or if the `tokenizers` library is not installed.
+        Returns None if the folder has no chat template or no tokenizer.json, or if the `tokenizers` library is not
+        installed.
         """
         try:
             from tokenizers import Tokenizer

@@ -82,7 +82,7 @@ class PreferencePairs:
         self._file.close()
 
     def pairs(self) -> Iterator[Json]:
-        """Yield a row for each group whose rewards differ, and count the others."""
+        """Yield a row for each group whose rewards differ. Count the groups with equal rewards in `left_out`."""
         for group_id, group in self._groups.items():
             if group.best.reward == group.worst.reward:
                 self.left_out["no_spread"] += 1

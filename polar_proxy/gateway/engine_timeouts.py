@@ -22,7 +22,7 @@ reported as usable again, because only a new call shows whether it samples."""
 
 
 class EngineTimeouts:
-    """The time-outs of one gateway's engine, and whether it can sample."""
+    """The time-outs of one gateway's engine, and whether this engine can sample."""
 
     def __init__(self, settings: GatewaySettings, health: Callable[[], Awaitable[str | None]]) -> None:
         """`health` returns why the engine cannot be used, or None."""

@@ -73,7 +73,8 @@ class ServiceLimits:
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     sandboxes: SandboxSettings = field(default_factory=SandboxSettings)
     prebuild: bool = False
-    """True if docker sandboxes get the agent in their image instead of a mount (`harnesses.PrebuiltImageCache`)."""
+    """True if docker sandboxes use images that contain the agent, instead of mounting it
+    (`harnesses.PrebuiltImageCache`)."""
 
     @classmethod
     def of(cls, settings: Settings, agents: int | None = None, **given: Any) -> Self:
@@ -107,7 +108,8 @@ class AdmissionRequest:
 
 
 AdmissionCheck = Callable[[AdmissionRequest], str | None]
-"""Returns why a rollout may not enter now, or None. Called in the event loop, so it must be quick."""
+"""A function that returns why a rollout may not enter now, or None. It is called in the event loop, so it must be
+quick."""
 
 
 @dataclass(slots=True, eq=False)
@@ -297,7 +299,7 @@ def _decrement(counter: Counter[_Key], key: _Key) -> None:
 def free_memory_mb(root: Path = Path("/")) -> int | None:
     """Return the MiB that processes can still allocate, as limited by the machine and by the current control group.
 
-    None if the system does not report it, because it is not Linux."""
+    None on systems that do not report it, such as macOS."""
     try:
         meminfo = _read_fields(root / "proc/meminfo")
     except OSError:

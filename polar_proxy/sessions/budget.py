@@ -112,9 +112,8 @@ class BudgetUsage:
         return Reservation(self, 0, final_answer=text)
 
     def spend_if_idle(self, now: float, *, since: float) -> bool:
-        """Mark the budget as spent if no call is in flight and the session was idle for longer than `max_idle_seconds`.
-        It is idle since its last call ended, or since `since` if that is later. Return whether it was idle for that
-        long."""
+        """If no call is in flight and the session was idle for longer than `max_idle_seconds`, mark the budget as spent
+        and return True. The idle time begins when the last call ended, or at `since` if this is later."""
         limit = self.limits.max_idle_seconds
         idle = limit is not None and not self._pending and now - max(since, self._last_end or 0.0) > limit
         if idle and self.spent is None:

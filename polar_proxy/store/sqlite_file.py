@@ -1,4 +1,4 @@
-"""One SQLite file: how its connections are set up, a probe that writes to it, and which process has its lock."""
+"""One SQLite file: set up its connections, test that it can be written, and find the process that has its lock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RollbackOnClose(sqlite3.Connection):
     """A connection that rolls back its transaction when it is closed.
 
     SQLite keeps a closed connection, with its transaction and its locks, as long as one of its statements is
-    referenced, and the traceback of a cancelled task references one until the garbage collector runs.
+    referenced. The traceback of a cancelled task references a statement until the garbage collector runs.
 
     Like any SQLite connection, this one may be closed more than once, because a cancelled close is repeated.
     """

@@ -52,7 +52,7 @@ _Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class AuditReference:
-    """The engine and tolerance that traces are compared with."""
+    """The engine with which traces are compared, and the tolerance of the comparison."""
 
     info: EngineInfo
     policy_version: str | None
@@ -192,10 +192,10 @@ async def audit(
 ) -> list[TraceAudit]:
     """Audit the traces that one builder made of one session.
 
-    `certificates`: trace id -> stored certificate. A certificate names the engine that scored a rescored trace, and the
-    grade that the builder gave to a trace that was audited before. Raise UsageError if a trace was sampled with another
-    model or template than the engine has (unless the reference has `same_model`), StoreError if a parent of a trace is
-    missing.
+    `certificates`: trace id -> stored certificate. If a trace was rescored, its certificate names the engine that
+    scored the trace. If a trace was audited before, its certificate names the grade that the builder gave. Raise
+    UsageError if a trace was sampled with another model or template than the engine has (unless the reference has
+    `same_model`), StoreError if a parent of a trace is missing.
     """
     by_id = {call.call_id: call for call in calls}
     stored = {trace.trace_id: (certificates or {}).get(trace.trace_id) or {} for trace in traces}

@@ -118,9 +118,9 @@ def find_context_start(
     with the base's answer. If the call did not drift, the context begins after the base's tokens.
 
     If it drifted, the position is found by counting end-of-turn tokens. They are special tokens, so text that was
-    tokenised differently does not change their number. If `before` has k of them and ends with one, the context begins
-    after the k-th one in the prompt. If the base's answer was cut before its end of turn, the context begins with the
-    next end-of-turn token, which ends that answer.
+    tokenised differently does not change their number. Let `before` have k end-of-turn tokens. If `before` ends with
+    one of them, the context begins after the k-th end-of-turn token of the prompt. Otherwise the base's answer was cut,
+    and the context begins with the prompt's next end-of-turn token, which ends that answer.
     """
     prompt, choice = call.prompt_ids, base_choice(call, base)
     if prompt is None or base.prompt_ids is None or choice is None:
@@ -146,7 +146,7 @@ def find_context_start(
 
 
 def _turn_ends_within_answer(turn_ends: np.ndarray, spans: Sequence[Span]) -> bool:
-    """Return whether an answer has tokens after an end of turn. A rendering of its text would not have them."""
+    """Return whether an answer has tokens after an end of turn. A rendering of its text would not have such tokens."""
     position = 0
     for span in spans:
         size = span.end - span.start
@@ -175,7 +175,8 @@ DriftCause = Literal[
 ]
 
 ToolsChange = Literal["same", "rewritten", "changed"]
-"""same: equal bytes; rewritten: the same tools in another order or form; changed: other tools."""
+"""Change of the offered tools. same: equal bytes; rewritten: the same tools in another order or form; changed: other
+tools."""
 
 CAUSE_MEANINGS: Mapping[DriftCause, str] = {
     "retokenised": "the text is the same, but the tokenizer splits it into other tokens than were sampled",

@@ -174,7 +174,7 @@ class RescoreReport:
     scored_tokens: int = 0
 
     def add(self, calls: int, rescores: Sequence[Rescore], skipped: Mapping[str, str], traces: int) -> None:
-        """Add one session. `skipped`: call id -> reason."""
+        """Add the counts of one session. `skipped`: call id -> reason."""
         self.sessions += 1
         self.calls += calls - len(skipped)
         self.answers += len(rescores)

@@ -1,5 +1,5 @@
-"""Start a training run: either with database, engine, gateway and rollout service in this process, or with a server
-that runs the rollouts while this process trains on its feed (`polar train grpo --feed URL`).
+"""Start a training run. Either database, engine, gateway and rollout service are in this process, or a server runs the
+rollouts and this process trains on the server's feed (`polar train grpo --feed URL`).
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ def make_weight_sync(settings: Settings, config: GrpoConfig, engine: Engine, run
 def run_id(run: Path) -> str:
     """Return the run's id, which is made at its first start and kept in its folder.
 
-    A new run under the name of a deleted one has another id, so it does not get that run's rollouts.
+    A new run under the name of a deleted one has another id, so it does not get the deleted run's rollouts.
     """
     path = run / "run_id"
     if not path.exists():

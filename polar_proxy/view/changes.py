@@ -1,4 +1,4 @@
-"""Server-sent events for open pages: an event tells a page that the records it shows have changed.
+"""Server-sent events for open pages: an event tells a page that records on this page have changed.
 
 Several gateways, workers and trainers may write to one database, so no process knows all changes. The server therefore
 reads the state of the records twice a second, once for all pages that show the same records, and only while a page is
@@ -34,9 +34,11 @@ class ChangeStreams:
     _states: SharedReadings = field(default_factory=lambda: SharedReadings(READ_SECONDS * 0.9))
 
     def respond(self, api: ApiContext, followed: Followed, record_id: str) -> StreamedResponse:
-        """Return the stream of a page. Raises ApiError 503 if too many are open."""
+        """Return the stream of a page. Raises ApiError 503 if too many streams are open."""
         if self._open >= MOST_STREAMS:
-            message = f"{MOST_STREAMS} pages follow this server already, so this one asks every few seconds."
+            message = (
+                f"{MOST_STREAMS} pages follow this server already, so this page asks for changes every few seconds."
+            )
             raise ApiError(message, status=503, code="unavailable")
         return event_stream(self._follow(api, followed, record_id))
 

@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 
 
 class _PageServer(uvicorn.Server):
-    """uvicorn without its own signal handling, which belongs to the command."""
+    """uvicorn without signal handling: the command that runs the server handles the signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:

@@ -14,7 +14,8 @@ _KEPT = 500
 
 
 class SharedReadings:
-    """Query results by key, each kept for `seconds`. Requests for a key whose query still runs wait for it."""
+    """Query results by key, each kept for `seconds`. If the query of a key still runs, further requests for the key
+    wait for its result."""
 
     def __init__(self, seconds: float) -> None:
         self._tasks: TTLCache[Hashable, asyncio.Task[Any]] = TTLCache(_KEPT, seconds)
@@ -31,6 +32,6 @@ class SharedReadings:
 
 
 def _retrieve_error(task: asyncio.Task[Any]) -> None:
-    """Retrieve the task's error, which asyncio would log if all requests that waited for the task were cancelled."""
+    """Retrieve the task's error. Otherwise asyncio logs it if all requests that waited for the task were cancelled."""
     if not task.cancelled():
         task.exception()

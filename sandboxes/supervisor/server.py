@@ -200,7 +200,8 @@ class Supervisor:
 
     @property
     def programs_can_resist(self) -> bool:
-        """Whether programs inside run as the user of the processes that end them, as in bubblewrap without root."""
+        """True if programs inside can signal the processes that would end them, because both run as the same user, as
+        in bubblewrap without root."""
         return self.init_fds is not None and self.identity.uid is None
 
     def end_by_programs(self) -> None:

@@ -129,7 +129,7 @@ async def test_what_counts_as_work(kind: SandboxKind) -> None:
         (
             'python3 -c \'import os\nfor _ in range(10): os.mkdir("d" * 250); os.chdir("d" * 250)\n'
             'for n in range(3300): open(f"{n:0250}", "w")\'',
-            "path names of all files and folders together are longer than 8 MiB",
+            "paths of all files and folders together are longer than 8 MiB",
         ),
     ],
     ids=["deep", "many", "sparse", "large", "large-patch", "ignore-files", "long-paths"],
@@ -139,7 +139,7 @@ async def test_a_tree_beyond_the_limits_is_the_agents_fault(
 ) -> None:
     for module, limit, lower in (
         (tree, "ENTRIES", {"more than 500 files": 500}),
-        (tree, "ALL_PATHS_BYTES", {"path names of all files and folders together are longer than 8 MiB": 8 << 20}),
+        (tree, "ALL_PATHS_BYTES", {"paths of all files and folders together are longer than 8 MiB": 8 << 20}),
         (agent_patch, "PATCH_BYTES", {"larger than 2 MiB": 2 << 20}),
     ):
         monkeypatch.setattr(module, limit, lower.get(problem, getattr(module, limit)))

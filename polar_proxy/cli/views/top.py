@@ -20,7 +20,7 @@ _BAR_WIDTH = 20
 
 
 def top_view(place: str, service: ServiceState | None, activity: Activity) -> RenderableType:
-    """Return the view of a server, or of a database if `service` is None. `place`: its URL."""
+    """Return the view of a server, or of a database if `service` is None. `place`: the URL to show."""
     parts: list[RenderableType] = [styled("[bold]Polar[/] {}  {}", place, time.strftime("%H:%M:%S"))]
     if service is not None:
         parts += _service_lines(service)

@@ -1,11 +1,11 @@
-"""`openai`: OpenAI's API, or any that is compatible with its chat route.
+"""`openai`: OpenAI's API, or any other API with a compatible chat route.
 
 A parameter is sent only if the client set it and OpenAI documents it, because strict APIs refuse a request that has an
 unknown field. Options that steer OpenAI's own service (`carried.py`) go to OpenAI's and Azure's hosts only. Some APIs
 need a field of `_ALTERNATIVES`. The engine sends requests without these fields at first. If an API refuses a request
 and names such a field, the engine repeats the request with the field, and uses the field from then on.
 
-On this route, OpenAI's models do not return their reasoning. Its tokens are only counted.
+On this route, OpenAI's models do not return their reasoning. They return only the number of reasoning tokens.
 """
 
 from __future__ import annotations

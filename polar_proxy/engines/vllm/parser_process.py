@@ -121,7 +121,8 @@ class ParserProcess:
     async def render(self, bodies: Sequence[Json]) -> list[RenderedChat]:
         """Render conversations as the chat route does. Raises RequestError for a conversation that vLLM refuses.
 
-        `bodies`: those of chat requests; `add_generation_prompt: false` leaves out the tokens that open the answer.
+        `bodies`: the bodies of chat requests; `add_generation_prompt: false` leaves out the tokens that open the
+        answer.
         """
         await self.ensure_started()
         reply = await self._ask({"op": "render", "requests": list(bodies)}, START_SECONDS)
@@ -278,7 +279,7 @@ def read_parsers(text: str | None) -> Parsers | None:
 def find_vllm_python(given: str | None) -> str | None:
     """Return the path of the Python of an environment with vLLM; None if none is found.
 
-    It is `given`, or else the Python of the `vllm` command, or else that of this process if it can import vLLM.
+    These are tried in order: `given`, the Python of the `vllm` command, and this process's own if it can import vLLM.
     """
     if given:
         return given

@@ -1,10 +1,10 @@
-"""Requests that are passed on to their provider and ask no model: token counts, stored responses and conversations.
+"""Requests that are passed on to their provider and sample nothing: token counts, stored responses and conversations.
 
 Request and response are passed on byte for byte, and are not recorded.
 
 A request for a stored response or conversation names no model. Promise: if a recorded call of the session made the
 response or belongs to the conversation, the request goes to the engine that answered the call. Otherwise the engine is
-chosen as for a call without a model.
+chosen as for a call that names no model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from polar_proxy.store import Store
 log = logging.getLogger(__name__)
 
 BeforeSent = Callable[[int, bytes], Awaitable[None]]
-"""Awaited with the status and the body of a response before it is sent."""
+"""A function that is awaited with the status and the body of a response before the response is sent."""
 
 
 class RequestForwarder:
@@ -70,7 +70,7 @@ class RequestForwarder:
         return without_model if call_id is None else await self._engine_of_call(call_id, identity)
 
     async def _engine_of_call(self, call_id: str, identity: str) -> PassthroughEngine:
-        """Return the engine that passed on a call. Raises RequestError if it is not served any more."""
+        """Return the engine that passed on a call. Raises RequestError if this engine is not served any more."""
         name = await self._monitor.run(partial(self._store.calls.engine_name, call_id))
         choice = self._router.named(name)
         if choice is None or choice.passthrough is None:

@@ -1,4 +1,4 @@
-"""The head of a cluster: keeps one actor on each node in use, and reclaims the rollouts of dead nodes.
+"""The head of a cluster: keeps an actor on each node that can run agents, and reclaims the rollouts of dead nodes.
 
 The actors outlive a head that is killed: the nodes continue, and the next head finds them by their names. A head that
 is stopped stops its actors, and their rollouts in flight go back into the queue.

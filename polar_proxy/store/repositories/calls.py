@@ -1,7 +1,7 @@
 """Recorded calls: committed in batches, read back whole or as summaries.
 
-A gateway that shares the database with others announces each call before answering it, with a row of `open_calls` that
-has a lease. Promises:
+A gateway that shares the database with others announces each call before it answers the call. The announcement is a row
+of `open_calls` and has a lease. Promises:
 
 * A call is announced only while its session is open: once the session is closed, no gateway starts another call of it.
 * The recorded and announced calls of a session are never more than `max_calls` of its budget, whichever gateways
@@ -200,7 +200,7 @@ class CallRepository(Repository):
         return name
 
     async def deleted(self, call_ids: Collection[str]) -> set[str]:
-        """Return the ids of those calls whose responses were deleted."""
+        """Return the ids of the given calls whose responses were deleted."""
         values = {"wanted": list(call_ids)}
         return await self._database.read(lambda connection: set(connection.scalars(_deleted_calls, values)))
 
@@ -277,7 +277,8 @@ class Announcement:
 
 
 AnnouncementResult = Literal["announced", "closed", "spent"]
-"""`closed`: the session is closed. `spent`: the session would have more than `max_calls` calls."""
+"""`announced`: the calls may be answered. `closed`: the session is closed. `spent`: the session would have more than
+`max_calls` calls."""
 
 _open_columns = row_columns(OpenCall, schema.open_calls)
 _insert_open_calls = insert(schema.open_calls)

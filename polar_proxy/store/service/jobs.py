@@ -64,7 +64,7 @@ class NewGroup:
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """A job with its number of groups, and its rollouts by status: {"queued": 3, "running": 1, ...}."""
+    """A job, the number of its groups, and the counts of its rollouts by status: {"queued": 3, "running": 1, ...}."""
 
     job_id: str
     idempotency_key: str | None
@@ -89,7 +89,7 @@ class JobRow:
 
 _groups = select(func.count()).where(_g.job_id == _j.job_id).correlate(schema.jobs).scalar_subquery()
 _select_jobs = select(*row_columns(JobRow, schema.jobs, groups=_groups, rollouts=null()))
-"""`rollouts` is null here, because they are counted by a second query."""
+"""`rollouts` is null here, because a second query counts the rollouts."""
 
 
 class JobRepository(Repository):
@@ -190,9 +190,9 @@ class JobRepository(Repository):
     ) -> list[str]:
         """Pause, resume, cancel or end a job. A job that has ended stays as it is.
 
-        Cancelling cancels all unclaimed rollouts; the ids of the claimed ones, which their workers must end, are
-        returned. `paused_until`: the end of the pause. `only_if`: do nothing unless the job has this status and this
-        end of its pause. Raises UsageError for an unknown job.
+        Cancelling a job cancels its unclaimed rollouts. The ids of the claimed rollouts are returned, because only
+        their workers can end them. `paused_until`: the end of the pause. `only_if`: do nothing unless the job has this
+        status and this end of its pause. Raises UsageError for an unknown job.
         """
         now = time.time()
 

@@ -1,9 +1,10 @@
-"""One policy trained by several processes, each with a shard of its weights (FSDP2): `processes = 2` in `[grpo]`.
+"""Train one policy with several processes, each of which has a shard of the weights (FSDP2): `processes = 2` in
+`[grpo]`.
 
 Promises (tests/training/test_fsdp.py):
 
-* A step gives the same result as with one process, up to rounding. For this, the weights of tokens are computed from
-  the whole batch.
+* A step gives the same result as with one process, up to rounding. For this, the weight of each token in the loss is
+  computed from the whole batch.
 * All processes get the same batch, and each computes its own packs (microbatches, see `packing.py`). A process with
   fewer packs than another runs empty passes, because a sharded model computes only when all processes take part.
 * Checkpoints and engines get whole weights under their usual names. A run may be resumed with another number of
@@ -310,7 +311,7 @@ def _shard_model(model: Any, mesh: Any) -> Any:
 
 
 def _gather_tensor(value: Any) -> Any:
-    """Return a whole copy of a tensor; it is a copy because the original keeps changing."""
+    """Return a whole copy of a tensor, which does not change when training changes the original."""
     if hasattr(value, "full_tensor"):
         return value.full_tensor().cpu()
     return value.clone() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Labels, notes, ratings and rewards that people give to rollouts and sessions in the page."""
+"""Labels, notes, ratings and rewards that people give to rollouts and sessions on their pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
     async def of_session(request: Request, session_id: str) -> Response:
         session = await require("session", session_id, store.sessions.get(session_id))
         if session.rollout_id is not None:
-            raise UsageError("This session belongs to a rollout. Label, rate or reward the rollout.")
+            raise UsageError("This session belongs to a rollout. Label, rate or reward the rollout instead.")
         await _give(request, store, session_id=session_id)
         return RedirectResponse(f"/view/sessions/{session_id}#remarks", status_code=303)
 
