@@ -295,7 +295,7 @@ def prune(
 
 
 def find_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter, str | None]:
-    """Return the adapter and the requested version; None for the adapter's default."""
+    """Return the adapter, and the requested version (None: the adapter's default version)."""
     try:
         bare, inline = split_version(name)
         if version is not None:

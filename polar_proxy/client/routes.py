@@ -208,7 +208,7 @@ class ApiMethods:
     def lease(self, request: m.LeaseRequest) -> ApiCall[m.LeaseResponse]:
         """Lease finished groups: no other consumer gets them until the leases expire.
 
-        With `request.wait` the response may take that many seconds.
+        With `request.wait`, the server waits up to this many seconds for a finished group.
         """
         return _post("/feed/lease", m.LeaseResponse, request, server_wait=request.wait)
 

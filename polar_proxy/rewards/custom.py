@@ -1,8 +1,9 @@
 """The evaluators `command` and `python`: a program or a function of the task's author judges the work.
 
-A plain function of `python` is called as ``function(work, **options)`` in a thread. A coroutine function is called as
-``function(work, workspace, **options)`` in the event loop, with a fresh sandbox in which the patch has been applied.
-Either returns a number, None, or a `Score`, which can also hold rewards of single calls.
+The evaluator `python` calls a synchronous function as ``function(work, **options)`` in a thread. It calls a coroutine
+function as ``function(work, workspace, **options)`` in the event loop, where `workspace` is a fresh sandbox in which
+the patch has been applied. A function of either kind returns a number, None, or a `Score`, which can also hold rewards
+of single calls.
 """
 
 from __future__ import annotations

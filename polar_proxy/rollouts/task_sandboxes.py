@@ -56,11 +56,11 @@ class TaskSandboxes:
         memory_mb: int | None = None,
         mounts: Sequence[Mount] = (),
     ) -> SandboxSpec:
-        """Return the specification of the task's sandbox, making its image and bundle first if necessary.
+        """Return the specification of the task's sandbox. Make the task's image and bundle first, unless they exist.
 
-        `memory_mb` is the limit for tasks that do not specify their memory, by default that of the settings. Raises
-        `TaskNotPossibleError` if this kind of sandbox cannot hold the task, `WorkspaceError` if image or bundle cannot
-        be made.
+        `memory_mb` is the limit for tasks that do not specify their memory; the default is the limit in the settings.
+        Raises `TaskNotPossibleError` if this kind of sandbox cannot hold the task, and `WorkspaceError` if the image or
+        the bundle cannot be made.
         """
         check_possible(task, self.kind)
         environment = task.environment

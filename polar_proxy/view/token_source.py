@@ -229,10 +229,10 @@ def _findings(spans: Sequence[Span], certificate: Mapping[str, Any]) -> list[Jso
 
 
 def _place(spans: Sequence[Span], kind: str, call_id: str | None, position: int) -> int:
-    """Convert a position in a call's prompt (`kind` "context") or answer ("sampled") to a position in the trace.
+    """Convert a position in a call's prompt or answer to a position in the trace. `kind`: "context" for a position in
+    the prompt, "sampled" for a position in the answer.
 
-    The trace begins with the same tokens as the prompt, so positions before the first span of the call are equal in
-    both.
+    Prompt and trace begin with the same tokens, so a position before the first span of the call stays the same.
     """
     at = 0
     for span in spans:

@@ -29,7 +29,7 @@ from polar_proxy.sequences import common_prefix_length
 from polar_proxy.types import TokenIds
 
 MIN_REUSE = 16
-"""Minimum number of tokens of a sequence that is kept, and of a common prefix that is reused."""
+"""Length in tokens: shorter sequences are not kept, and shorter common prefixes are not reused."""
 _SCORED_CHUNK = 256
 _ATTENTION = "polar_by_sequence"
 

@@ -76,7 +76,7 @@ def item_row(conversation_id: str, item: ConversationItem) -> dict[str, object]:
 
 
 def append_items(connection: Connection, rows: Sequence[Mapping[str, object]]) -> None:
-    """Insert rows of `item_row`. Rows of conversations that do not exist any more are left out."""
+    """Insert rows that `item_row` returned. Rows of conversations that do not exist any more are left out."""
     if not rows:
         return
     ids = {row["conversation_id"] for row in rows}

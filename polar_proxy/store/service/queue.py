@@ -116,7 +116,10 @@ class QueueRepository(Repository):
         return attempt[claim.rollout_id]
 
     async def cancel(self, rollout_id: str) -> bool:
-        """Cancel a queued rollout. Returns False if a worker has claimed it and must end it, or if it has ended."""
+        """Cancel a queued rollout, and return whether the rollout is cancelled now.
+
+        If a worker has claimed the rollout, ask the worker to end it, and return False.
+        """
 
         def write(connection: Connection) -> bool:
             cancel_rollouts(connection, _r.rollout_id == rollout_id, time.time())
@@ -171,7 +174,7 @@ class FleetRow:
     """When the last pause began, even if it has ended by itself since. None if there was no pause, or if a resume ended
     it."""
     paused_until: float | None
-    """When the pause ends by itself; None if it lasts until it is resumed."""
+    """When the pause ends by itself; None if only a resume ends it."""
 
     @property
     def paused(self) -> bool:
