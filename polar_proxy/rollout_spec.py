@@ -23,7 +23,7 @@ from polar_proxy.errors import UsageError, first_problem
 from polar_proxy.types import Json
 
 MAX_INTEGER = 2**31 - 1
-"""Largest value of an integer option: the largest integer that a column of PostgreSQL holds."""
+"""Largest value of an integer option: the largest value of PostgreSQL's type `integer`."""
 
 
 def whole_distribution(temperature: float) -> Json:

@@ -2,7 +2,7 @@
 
 The same list becomes a BPF program (bubblewrap; see seccomp(2)) and a profile of the Docker engine.
 
-* A refused call returns EPERM. A socket of another family than the allowed ones returns EAFNOSUPPORT.
+* A refused call returns EPERM. The call `socket` returns EAFNOSUPPORT for a family that is not allowed.
 * `clone3` returns ENOSYS, because its flags lie in memory, where a filter cannot read them; programs then use `clone`.
 * Debuggers (`ptrace`) do not work inside, because tested code could otherwise change the program that tests it.
 """

@@ -101,7 +101,11 @@ async def job_rollouts(store: ApiStore, job_id: JobId) -> m.RolloutList:
 
 @admin.post("/jobs/{job_id}/cancel", tags=["jobs"])
 async def cancel_job(context: Context, job_id: JobId) -> m.CancelResponse:
-    """Cancel a job, whatever stage its rollouts are in. Once the server responds, it runs none of them any more."""
+    """Cancel a job, whatever stage its rollouts are in.
+
+    When the response arrives, this server runs no rollout of the job any more. Other servers of the database end theirs
+    soon.
+    """
     await _require_job(context, job_id)
     return await _cancel(context, job_id)
 

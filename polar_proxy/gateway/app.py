@@ -190,8 +190,8 @@ def split_path(path: str) -> tuple[str | None, str]:
 def find_route(path: str, query: bytes) -> tuple[Dialect, bool] | None:
     """Return the dialect that serves POST requests to `path`, and whether this route only counts tokens.
 
-    Returns None if it is not a model route. `path` is given without the prefix `/s/{key}`. `query` is the URL's query
-    string as in ASGI; Google's clients use it to choose the format of the stream.
+    Returns None if `path` is not a model route. `path` is given without the prefix `/s/{key}`. `query` is the URL's
+    query string as in ASGI; Google's clients use it to choose the format of the stream.
     """
     route = path.removeprefix("/v1")
     if route in _MODEL_ROUTES:

@@ -106,7 +106,7 @@ class StoreMonitor:
     def __init__(self, store: Store, on_writable: Callable[[], Awaitable[None]]) -> None:
         """`on_writable` writes what could not be written in an outage. If it raises StoreError, it is called again."""
         self.problem: str | None = None
-        """Why the store cannot be written, as far as is known; None: it can."""
+        """Why the store cannot be written; None if it can, as far as is known."""
         self._check = HealthCheck("The database", lambda: _probe(store))
         self._on_writable = on_writable
         self._outage = OutageLog("calls cannot be recorded")

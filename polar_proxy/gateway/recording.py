@@ -417,7 +417,8 @@ def _has_tokens(choice: Choice) -> bool:
 
 _DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """OpenAI's defaults of the parameters for which an engine would otherwise take values of the model's generation_config.
-They are always sent, so that the record shows the distribution from which the answer was sampled."""
+Every engine except a hosted provider gets these defaults, so that the record shows the distribution from which the
+answer was sampled."""
 
 _REPLACED = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),

@@ -92,7 +92,8 @@ def _last_number(result: CommandResult) -> float:
 
 @dataclass(frozen=True)
 class PythonEvaluator(Evaluator):
-    """Calls a Python function, ``module:function``, outside of any sandbox. The setting `allowed_code` must name it."""
+    """Calls a Python function, ``module:function``, outside of any sandbox. The setting `allowed_code` must list the
+    function."""
 
     function: str
     kind: Literal["python"] = "python"

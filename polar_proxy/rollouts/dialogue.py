@@ -76,7 +76,7 @@ class ScriptedUser:
 
 @dataclass(frozen=True, slots=True)
 class PlayedUser:
-    """A model that plays a persona, through a gateway that records its calls."""
+    """A model that plays a persona. The model is called through a gateway, which records the calls."""
 
     persona: str
     base_url: str

@@ -1,7 +1,8 @@
 """Sandboxes with the image, repository, folders and resource limits of a task.
 
-An image is built once for each content of its folder, and named by the folder's digest. A task's repository is packed
-once into a git bundle, which holds the commit at which the agent starts and its ancestors, and nothing else.
+A task's image is built from a folder: once for each content of the folder, under a name that contains the content's
+digest. A task's repository is packed once into a git bundle, which holds only the commit at which the agent starts and
+the ancestors of this commit.
 """
 
 from __future__ import annotations

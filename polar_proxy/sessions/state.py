@@ -1,7 +1,7 @@
 """The state of one session in a gateway.
 
 `place` is called before a call is sampled, `record_answer` after its answer ended and before the client gets the last
-byte. So the next call of the same run always finds this call. The fingerprint that `record_answer` returns is stored
+byte. So the agent's next call always finds this call. The fingerprint that `record_answer` returns is stored
 with the call, and `rebuild` makes the same index from the stored fingerprints after a restart.
 
 Digests of all calls are kept as long as the session is in memory. The session's last request, and the tokens of answers

@@ -102,7 +102,7 @@ class GrpoConfig(BaseModel):
     builder: BuilderName = "merged"
     """Builder that makes training sequences from calls."""
     train_timed_out: bool = False
-    """Train on rollouts that timed out. Otherwise they are masked, and count only in the baseline."""
+    """Train on rollouts that timed out. False: these rollouts are masked, and count only in the baseline."""
     keep_zero_variance_groups: bool = False
     """Also train groups whose advantages are all 0. They add no gradient of the policy loss, but their tokens count in
     the normalisation of the loss."""

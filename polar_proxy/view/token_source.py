@@ -202,9 +202,11 @@ def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord], resc
 
 
 def _scored_at(sampling: AnswerSampling, rescored: bool) -> float | None:
-    """Return the temperature at which an engine's log-probabilities of an answer are comparable with the recorded ones.
+    """Return the temperature at which an engine must score an answer to get values that compare with the recorded
+    log-probabilities.
 
-    None if the recorded ones are from a distribution that an engine cannot score, as with top_p or temperature 0."""
+    None if the recorded log-probabilities are from a distribution that an engine cannot score, as with top_p or
+    temperature 0."""
     if sampling.logprob_mode == "processed" and not rescored and (sampling.changes or not sampling.temperature):
         return None
     return scored_temperature(sampling, rescored)

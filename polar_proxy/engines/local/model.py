@@ -87,7 +87,7 @@ class SequenceCache(Cache):  # type: ignore[misc]  # transformers has no stubs
 
 
 class PrefixCache:
-    """Keys and values of finished sequences, at most `limit_bytes`. The least recently used are dropped first.
+    """Keys and values of finished sequences, at most `limit_bytes`. The least recently used sequence is dropped first.
 
     A sequence that is a prefix of a newer one is dropped, so that a session keeps one entry and not one for each turn.
     """

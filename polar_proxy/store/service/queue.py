@@ -223,10 +223,11 @@ def staleness_filter(connection: Connection) -> ColumnElement[bool] | None:
     """Return a condition on rollouts that holds back groups which would be delivered too stale. The result is None if
     the throughput of the consumers is unknown, or if no unfinished group has a limit.
 
-    The feed delivers the oldest groups first. If consumers take G groups per policy version, a group with A groups for
-    training before it (waiting, or started and not finished) is delivered floor(A / G) or more versions from now. If
-    floor(A / G) is more than the `max_staleness` of this group, its rollouts wait. G is measured from acknowledged
-    leases; until G is known, no group waits.
+    The feed delivers the oldest groups first. Let G be the number of groups that consumers take per policy version. Let
+    A be the number of groups for training that come before a group: those that wait for a consumer, and those that were
+    started and have not finished. Then the group is delivered floor(A / G) or more versions from now. If this is more
+    than the group's `max_staleness`, the rollouts of the group wait. G is measured from acknowledged leases; until G is
+    known, no group waits.
     """
     started = exists().where(_r.group_id == _g.group_id, or_(_r.status != "queued", _r.claimed_by.is_not(None)))
     limited = (_g.delivery == "open", _g.max_staleness.is_not(None))
