@@ -1,6 +1,6 @@
-"""Mistral Vibe (https://github.com/mistralai/mistral-vibe), headless: it speaks Chat Completions.
+"""The agent Mistral Vibe (https://github.com/mistralai/mistral-vibe), run headless over Chat Completions.
 
-Its endpoint is a custom provider in `config.toml`, with the backend `generic`.
+In Vibe's `config.toml`, Polar's endpoint is a custom provider with the backend `generic`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MistralVibe(VenvHarness):
 
 
 def _settings(endpoint: Endpoint) -> dict[str, object]:
-    """Return the content of Vibe's config.toml. The key itself stays in the environment."""
+    """Return the content of Vibe's config.toml. It names the environment variable that holds the API key."""
     provider = {
         "name": "polar",
         "api_base": endpoint.base_url,

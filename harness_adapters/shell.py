@@ -1,9 +1,9 @@
 """Any command line as a harness: ``shell:my-agent --model {model} {instruction}``.
 
-The command is split into words as a POSIX shell does it, and then the placeholders in each word are filled in. So the
-instruction stays within its word, and no shell interprets it. The key is in the environment only, under every name that
-a client may look for. Nothing is installed: the program is in the sandbox, or ``{mount:/path}`` mounts it read-only at
-the same path.
+The command is split into words as a POSIX shell does it, and then the placeholders in each word are filled in. So an
+instruction with spaces stays within one word, and no shell interprets it. The API key is only in the environment, under
+every name that a client may look for. Nothing is installed: the program must be in the sandbox already, or
+``{mount:/path}`` mounts the program read-only at the same path.
 
     shell:{mount:/opt/agent}/bin/agent --api-base {base_url} --key-env {api_key_env} {instruction}
     shell:bash -c 'cd src && exec agent "$POLAR_INSTRUCTION"'
@@ -109,12 +109,12 @@ class ShellCommand(BaseHarness):
         try:
             words = shlex.split(self._command)
         except ValueError as error:
-            raise HarnessError(f"the command after shell: cannot be split into words ({error})") from error
+            raise HarnessError(f"the command after `shell:` cannot be split into words ({error})") from error
         if (operator := _find_operator(self._command)) is not None:
             raise HarnessError(
-                f"the command after shell: has {operator}, but no shell reads it, so the program would get it as an "
-                "argument: write shell:bash -c 'COMMAND', with \"$POLAR_INSTRUCTION\" in COMMAND for the task; or put "
-                f"{operator} in quotes if the program should get it"
+                f"the command after `shell:` contains {operator}, but no shell reads this command, so the program "
+                f"would get {operator} as an argument. Write shell:bash -c 'COMMAND', with \"$POLAR_INSTRUCTION\" in "
+                f"COMMAND for the task; or put {operator} in quotes if the program should get it"
             )
         if not words:
             raise HarnessError("the command is missing: --harness 'shell:my-agent --model {model} {instruction}'")

@@ -36,7 +36,7 @@ class DocumentedModel(BaseModel):
 
 @cache
 def field_descriptions(model: type[BaseModel]) -> Mapping[str, str]:
-    """Return the docstring of each field of a model, by the field's name. Fields without one are left out."""
+    """Return the docstring of each field of a model, by the field's name. Fields without a docstring are left out."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if base is not BaseModel and issubclass(base, BaseModel):

@@ -23,7 +23,7 @@ from polar_proxy.errors import UsageError, first_problem
 from polar_proxy.types import Json
 
 MAX_INTEGER = 2**31 - 1
-"""Largest value of an integer option: the largest integer that a column of PostgreSQL holds."""
+"""Largest value of an integer option: the largest value of PostgreSQL's type `integer`."""
 
 
 def whole_distribution(temperature: float) -> Json:
@@ -117,9 +117,9 @@ class JobSpec(RolloutSpec):
     """Number of rollouts that complete a group (see group_policy). Default: all samples."""
     group_policy: str = "wait_for_all"
     """When a group is complete: wait_for_all (all rollouts have ended), first_n (group_size have ended with a reward),
-    first_n_with_spread (as first_n, but not while all rewards are equal), no_spread_left (as first_n, or when at most
-    one rollout has or can still get a reward) or token_budget=N (as first_n, or when the group has sampled N tokens and
-    two rollouts have a reward)."""
+    first_n_with_spread (as first_n, but not while all rewards are equal), no_spread_left (as first_n, or earlier if at
+    most one rollout has a reward or can still get one) or token_budget=N (as first_n, or earlier if the group has
+    sampled N tokens and two rollouts have a reward)."""
     overflow: Literal["cancel", "keep"] = "cancel"
     """How to treat rollouts that still run when their group is complete: cancel them, or keep them for a later group of
     the same task."""

@@ -16,8 +16,8 @@ Reply = tuple[dict[str, Any], list[int]]
 
 
 class OutputPipe:
-    """Reads one pipe, and keeps only the end of its output. After `discard` it still reads, so that background writers
-    do not block."""
+    """Reads one pipe, and keeps only the end of the output. After `discard`, the pipe is still read, so that background
+    writers do not block."""
 
     def __init__(self, limit: int, failed: asyncio.Future[Any], callback: OutputCallback | None) -> None:
         self.fd, self.writer = os.pipe()

@@ -2,7 +2,7 @@
 
 The same list becomes a BPF program (bubblewrap; see seccomp(2)) and a profile of the Docker engine.
 
-* A refused call returns EPERM. A socket of another family than the allowed ones returns EAFNOSUPPORT.
+* A refused call returns EPERM. The call `socket` returns EAFNOSUPPORT for a family that is not allowed.
 * `clone3` returns ENOSYS, because its flags lie in memory, where a filter cannot read them; programs then use `clone`.
 * Debuggers (`ptrace`) do not work inside, because tested code could otherwise change the program that tests it.
 """
@@ -88,10 +88,11 @@ NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0
 """Flags that make new namespaces: CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
 CLONE_NEWTIME = 0x80  # for `unshare` alone: in `clone` these bits are the exit signal
 TERMINAL_INJECTION = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX write input into a terminal."""
+"""Refused requests of `ioctl`: TIOCSTI and TIOCLINUX, which write input into a terminal."""
 AF_NETLINK, NETLINK_ROUTE = 16, 0
 SOCKET_FAMILIES = (1, 2, 10, AF_NETLINK)
-"""AF_UNIX, AF_INET, AF_INET6, and AF_NETLINK for NETLINK_ROUTE only, which lists network interfaces."""
+"""Allowed families: AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK. Of AF_NETLINK, only the protocol NETLINK_ROUTE is
+allowed, which lists network interfaces."""
 
 _LOAD, _RETURN = 0x20, 0x06
 _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT = 0x15, 0x35, 0x45

@@ -1,9 +1,9 @@
 """Limit which files, code and sandboxes of the server's machine a request may use, as the operator's settings say.
 
-A request is untrusted data. The tasks of a job may come with the request, or from a built-in family. Files and folders
-of the server must lie in a folder of the setting `api.folders`, Python code must be in `allowed_code`, and the
-`process` sandbox, which isolates nothing, is allowed only if `run.sandbox` names it. A command that runs this API in
-its own process, without a server, may use anything.
+A request is untrusted data. The tasks of a job may come with the request, or from a built-in family. A request may name
+a file or folder of the server only below one of the folders in the setting `api.folders`, and Python code only if the
+setting `allowed_code` lists it. The `process` sandbox, which isolates nothing, is allowed only if the setting
+`run.sandbox` names it. A command that runs this API in its own process, without a server, may use anything.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from polar_proxy.tasks import Task, is_family
 
 
 def code_of_request(context: ApiContext, body: JobRequest) -> AllowedCode:
-    """Return the Python code (`MODULE:NAME`) to which a job request and its tasks may refer.
+    """Return the Python code (`MODULE:NAME`) that a job request and its tasks may use, as the settings allow.
 
-    If the request comes from a command in this process, such as `polar run`, it may also refer to the code that it
-    names as task source or harness.
+    If a command in this process, such as `polar run`, made the request, the code that the request names as its task
+    source or harness is allowed, too.
     """
     named = (body.task or "", body.harness) if context.from_this_process else ()
     return context.settings.code(*named)

@@ -43,8 +43,8 @@ from polar_proxy.tasks import Task, check_task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
 _GRACE_SECONDS = 60.0
-"""A pause with `wait_idle` is provisional during the wait. In case the process is killed meanwhile, the pause ends by
-itself this many seconds after the wait would have ended."""
+"""A pause with `wait_idle` is provisional until the wait has succeeded. In case the process is killed during the wait,
+a provisional pause ends by itself this many seconds after the latest end of the wait."""
 
 _STREAM: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}}
 
@@ -101,7 +101,11 @@ async def job_rollouts(store: ApiStore, job_id: JobId) -> m.RolloutList:
 
 @admin.post("/jobs/{job_id}/cancel", tags=["jobs"])
 async def cancel_job(context: Context, job_id: JobId) -> m.CancelResponse:
-    """Cancel a job, whatever stage its rollouts are in. Once the server responds, it runs none of them any more."""
+    """Cancel a job, whatever stage its rollouts are in.
+
+    When the response arrives, this server runs no rollout of the job any more. Other servers of the database end theirs
+    soon.
+    """
     await _require_job(context, job_id)
     return await _cancel(context, job_id)
 
@@ -110,7 +114,7 @@ async def cancel_job(context: Context, job_id: JobId) -> m.CancelResponse:
 async def cancel_group(
     context: Context, store: ApiStore, group_id: Annotated[str, Path(description="The id of a group.")]
 ) -> m.CancelResponse:
-    """Cancel the rollouts of a group that have not ended."""
+    """Cancel every unfinished rollout of a group."""
     await require("group", group_id, store.groups.get(group_id))
     return await _cancel(context, group_id)
 
@@ -251,8 +255,8 @@ def _load_tasks(
 
 
 def _job_spec(context: ApiContext, body: m.JobRequest, original: Original | None) -> JobSpec:
-    """Return the options of the job. Omitted options come from the original rollout, if there is one, or else from the
-    settings. Raises UsageError for an invalid option."""
+    """Return the options of the job. If the job repeats a rollout (`original`), omitted options come from this rollout,
+    otherwise from the settings. Raises UsageError for an invalid option."""
     given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
     if original is not None:
         given = original.job_options(given)

@@ -153,7 +153,7 @@ def install(
 ) -> None:
     """Install harnesses into the cache, unless they are already there.
 
-    If one cannot be installed, the others still are, and the exit code is 1.
+    If one installation fails, the other harnesses are still installed, and the exit code is 1.
     """
     if version is not None and len(names) > 1:
         raise UsageError("--version is for one harness; with several, write NAME@VERSION.")
@@ -243,7 +243,7 @@ def prebuild(
 ) -> None:
     """Build the Docker image that contains a harness, unless it exists, and print its name.
 
-    With the setting `run.prebuild`, rollouts in docker sandboxes do this themselves.
+    With the setting `run.prebuild`, rollouts in docker sandboxes build the image themselves.
     """
     from sandboxes.images.prebuilt import prebuild as build_image
 
@@ -295,7 +295,7 @@ def prune(
 
 
 def find_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter, str | None]:
-    """Return the adapter and the requested version; None for the adapter's default."""
+    """Return the adapter, and the requested version (None: the adapter's default version)."""
     try:
         bare, inline = split_version(name)
         if version is not None:

@@ -31,8 +31,8 @@ def top(
 ) -> None:
     """Show what a server or a database does now: engine, stages, rates, active sessions and newest failures.
 
-    On a terminal the view is renewed until Ctrl-C. Otherwise, and with --json, it is printed once. A database shows
-    neither engine nor stages, which only a server knows.
+    On a terminal the view is renewed until Ctrl-C. Otherwise, and with --json, it is printed once. Engine and
+    stages are shown only for a server, because a database does not have them.
     """
 
     server = load_client_settings(url, db).url

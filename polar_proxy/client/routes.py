@@ -117,8 +117,8 @@ class ApiMethods:
     ) -> ApiCall[m.RolloutList]:
         """List rollouts that match conditions such as `reward>=1, harness=codex`.
 
-        The newest ones are returned, sorted from old to new. For the page before them, pass the id of the first rollout
-        as `before`.
+        The newest of these rollouts are returned, sorted from old to new. To get older rollouts, pass the id of the
+        first returned rollout as `before`.
         """
         return _get("/rollouts", m.RolloutList, where=where, limit=limit, before=before)
 
@@ -160,7 +160,7 @@ class ApiMethods:
     def record(self, name: str, *, tokens: bool = False) -> ApiCall[m.Record]:
         """Return a rollout, a session or a call in full.
 
-        `name`: its id, a session's label, the beginning of either, or `last` for the session that was used last.
+        `name`: an id, a session's label, the beginning of an id or label, or `last` for the session that was used last.
         `tokens`: also return the sampled tokens with their texts.
         """
         return _get("/records", m.Record, name=name, tokens=tokens)
@@ -208,7 +208,7 @@ class ApiMethods:
     def lease(self, request: m.LeaseRequest) -> ApiCall[m.LeaseResponse]:
         """Lease finished groups: no other consumer gets them until the leases expire.
 
-        With `request.wait` the response may take that many seconds.
+        With `request.wait`, the server waits up to this many seconds for a finished group.
         """
         return _post("/feed/lease", m.LeaseResponse, request, server_wait=request.wait)
 

@@ -6,8 +6,9 @@ call (benchmarks/README.md).
 
 Promises:
 
-* A connection carries one request at a time. It is used again after a complete response, and closed otherwise. So the
-  server stops its work if an `HttpResponse` is closed early, or if the task that waits for it is cancelled.
+* A connection carries one request at a time. After a complete response the connection is used again. If an
+  `HttpResponse` is closed early, or if the task that waits for the response is cancelled, the connection is closed, so
+  the server stops its work.
 * Every failure of a valid request is an OSError (ConnectionError, TimeoutError, ...).
 * A slow reader slows the server down: reading from the socket pauses while more than `_HIGH_WATER` bytes are unread.
 """
@@ -47,7 +48,7 @@ class HttpResponse:
         self.headers: dict[str, str] = {}
         """Header values by lower-case name."""
         self.complete = False
-        """Whether the whole body has arrived. Its unread part can still be read."""
+        """Whether the whole body has arrived. The part that was not read yet can still be read."""
         self.pieces: list[bytes] = []
         """Pieces of the body that arrived and were not read yet. A stream has a piece for each event."""
         self._unread = 0
@@ -254,9 +255,10 @@ class HttpClient:
         self._retired = False
 
     async def request(self, method: str, path: str, body: bytes | None, *, fields: bytes = b"") -> HttpResponse:
-        """Send a request and return the response once its headers are there. `path` follows the URL's own path.
+        """Send a request, and return the response once the response's headers have arrived.
 
-        `fields`: further header fields, each with its line break. Raises ValueError if `path` is not percent-encoded.
+        `path` is appended to the path of the client's URL. `fields`: further header fields, each with its line break.
+        Raises ValueError if `path` is not percent-encoded.
         """
         target = self._base + path.encode("ascii")
         if _TARGET.fullmatch(target) is None:

@@ -68,8 +68,8 @@ _FOREIGN_HOST = (
 class GatewayApp:
     """Sends model requests straight to the handler and everything else to FastAPI.
 
-    A model call passes no middleware: FastAPI's middleware takes a measurable share of a call's time, and agents send
-    bodies that are larger than it allows. A connection from inside a sandbox gets only the routes that agents need.
+    A model call passes no middleware, because FastAPI's middleware takes a measurable share of a call's time. A
+    connection from inside a sandbox gets only the routes that agents need.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class GatewayApp:
 def foreign_host(headers: asgi.Headers, hosts: frozenset[str]) -> str | None:
     """Return the first header `Host` or `Origin` whose host is neither this machine nor in `hosts`; else None.
 
-    `Host` is the name in the URL: checking it stops pages whose own name resolves to this machine (DNS rebinding).
-    `Origin` names the page that sends a request.
+    `Host` is the name in the URL. Checking it stops web pages whose own host name resolves to this machine (DNS
+    rebinding). `Origin` names the page that sends a request.
     """
     for name, value in headers:
         if name in _HEADERS_WITH_HOST:
@@ -190,8 +190,8 @@ def split_path(path: str) -> tuple[str | None, str]:
 def find_route(path: str, query: bytes) -> tuple[Dialect, bool] | None:
     """Return the dialect that serves POST requests to `path`, and whether this route only counts tokens.
 
-    Returns None if it is not a model route. `path` is given without the prefix `/s/{key}`. `query` is the URL's query
-    string as in ASGI; Google's clients use it to choose the format of the stream.
+    Returns None if `path` is not a model route. `path` is given without the prefix `/s/{key}`. `query` is the URL's
+    query string as in ASGI; Google's clients use it to choose the format of the stream.
     """
     route = path.removeprefix("/v1")
     if route in _MODEL_ROUTES:

@@ -171,7 +171,7 @@ class RequestHandler:
             await send_error(send, error, dialect)
 
     def _check_provider_tools(self, parsed: ParsedRequest) -> None:
-        """Raise RequestError if the request names provider-side tools, and the setting refuses them."""
+        """Raise RequestError if the request asks for tools that its provider would run and the settings refuse them."""
         if parsed.provider_tools and self._settings.provider_tools == "refuse":
             names = ", ".join(name[:80] for name in parsed.provider_tools[:20])
             raise RequestError(
@@ -337,7 +337,8 @@ class RequestHandler:
         return calls
 
     def _as_sampled(self, request: RequestContext, engine_request: EngineRequest) -> EngineRequest:
-        """Return the request as it is sampled: with the session's policy, and a model if the client named none."""
+        """Return the request as it is sampled: with the session's policy, and with the engine's model if the client
+        named none. A request that is passed on to its provider stays as it came."""
         if request.raw is not None:  # sent as it came
             return replace(engine_request, raw=request.raw, large=request.large)
         info = request.engine.served.engine.info
@@ -363,7 +364,7 @@ class RequestHandler:
     ) -> CallOutcome:
         """Sample an answer for each call of a request (one for each choice), and return how the calls ended.
 
-        Raises SessionClosedError and BudgetSpentError as `_announce` does: before a call begins.
+        Before a call begins, raises SessionClosedError and BudgetSpentError as `_announce` does.
         """
         try:
             if self._in_flight is not None:
@@ -391,9 +392,9 @@ class RequestHandler:
     async def _announce(self, in_flight: InFlightCalls, request: RequestContext, calls: Sequence[PendingCall]) -> None:
         """Announce calls to the other gateways of the database.
 
-        If calls of other gateways have reached the session's `max_calls`, Polar's final answer takes the place of the
-        engine's. BudgetSpentError is raised instead if the budget allows no final answer (`at_budget`), or if the
-        request is passed on to its provider.
+        If the session has already used up its `max_calls` through other gateways, Polar's final answer takes the place
+        of the engine's answer. BudgetSpentError is raised instead if the budget allows no final answer (`at_budget`),
+        or if the request is passed on to its provider.
 
         Raises SessionClosedError if another gateway closed the session. Raises RequestError if the store fails and the
         calls must be recorded.

@@ -34,16 +34,16 @@ _LOOP_SECONDS = 0.1
 """A wait for a check is counted in steps of this length. A step that takes longer, because the event loop was busy,
 counts as one step, so a busy event loop does not make a check look as if it hung."""
 _SLOW_SECONDS = 4.0
-"""If an operation takes longer, the store is probed, and the operation is awaited further only if the store answers.
-(If the database server is away, a commit fails earlier, after `group_commit.PATIENCE_SECONDS`, and it is then certain
-that nothing was stored.)"""
+"""Time after which an operation counts as slow: the store is then probed, and the operation is awaited further only if
+the store answers. (If the database server is away, a commit fails earlier, after `group_commit.PATIENCE_SECONDS`, and
+it is then certain that nothing was stored.)"""
 _PROBE_PAUSE_SECONDS = 1.0
 _RETRY_AFTER = "5"
 """Value of the header `retry-after`, in seconds, if a call could not be recorded."""
 
 
 class HealthCheck:
-    """A check that is repeated if its last result is older than `MAX_AGE_SECONDS`. Hanging counts as a problem."""
+    """A check that is repeated if its last result is older than `MAX_AGE_SECONDS`. A check that hangs has failed."""
 
     def __init__(self, name: str, check: Callable[[], Awaitable[str | None]]) -> None:
         """`check` returns the problem, or None if there is none. A PolarError that it raises counts as the problem."""
@@ -106,7 +106,7 @@ class StoreMonitor:
     def __init__(self, store: Store, on_writable: Callable[[], Awaitable[None]]) -> None:
         """`on_writable` writes what could not be written in an outage. If it raises StoreError, it is called again."""
         self.problem: str | None = None
-        """Why the store cannot be written, as far as is known; None: it can."""
+        """Why the store cannot be written; None if it can, as far as is known."""
         self._check = HealthCheck("The database", lambda: _probe(store))
         self._on_writable = on_writable
         self._outage = OutageLog("calls cannot be recorded")

@@ -64,7 +64,7 @@ class InFlightCalls:
     def finished(self, call_ids: Sequence[str]) -> None:
         """Stop renewing the leases of calls that ended.
 
-        A commit removes the row of its call. If a row stays, it reports a lost call once its lease expires.
+        The commit of a call removes the call's row. A row that stays counts as a lost call once its lease expires.
         """
         self._announced.difference_update(call_ids)
 

@@ -112,7 +112,7 @@ class PendingCall:
     not_carried: tuple[str, ...] = ()
     """Fields of the request that the engine's provider does not support (`Engine.not_carried`)."""
     request_changes: Json = field(default_factory=dict)
-    """Changes of the request by a hook (`hooks.request_changes`)."""
+    """The parts of the request that hooks changed (`hooks.request_changes`)."""
     shown: Answer | None = None
     """The answer as the agent gets it, if a hook changed it."""
     final_answer: str | None = None
@@ -179,14 +179,14 @@ class CallRecorder:
         *,
         seen: bool,
     ) -> StoreError | None:
-        """Commit the calls with their answers so far. Return why one could not be recorded, or None.
+        """Commit the calls with their answers so far. Return why a call could not be recorded; None if all were.
 
         `reservation`: the reservation of these calls in the session's budget. Each call is counted there, even if it
         cannot be recorded.
 
         A call that cannot be recorded counts as lost, so that its session is not trained on. The only exception is a
-        request that can still be refused as if nothing had been sampled: the session's calls must be recorded, the
-        agent has no part of the answer yet (`seen` is False), the request has one call, and the commit has certainly
+        request that can still be refused as if nothing had been sampled. Such a request has one call, the session's
+        calls must be recorded, the agent has no part of the answer yet (`seen` is False), and the commit has certainly
         failed.
         """
         failure: StoreError | None = None
@@ -382,10 +382,10 @@ def _conversation_turn(request: RequestContext, call: PendingCall) -> Conversati
 
 
 def weight_version_of(answer: Answer, before: str | None, after: str | None) -> str | None:
-    """Return the policy version of an answer: the last one that the engine reported with its tokens, if any.
+    """Return the policy version of an answer: the last one that the engine reported with the answer's tokens.
 
-    Otherwise the version `before` sampling, or "A..B" if the version `after` differs: the weights changed while the
-    answer was sampled, at an unknown token.
+    If the engine reported none, return the version `before` sampling. If the version `after` sampling is another one,
+    return "A..B": the weights changed from A to B while the answer was sampled, at an unknown token.
     """
     reported = [choice.versions[-1][1] for _, choice in answer.in_order if choice.versions]
     if reported:
@@ -417,7 +417,8 @@ def _has_tokens(choice: Choice) -> bool:
 
 _DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """OpenAI's defaults of the parameters for which an engine would otherwise take values of the model's generation_config.
-They are always sent, so that the record shows the distribution from which the answer was sampled."""
+Every engine except a hosted provider gets these defaults, so that the record shows the distribution from which the
+answer was sampled."""
 
 _REPLACED = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),

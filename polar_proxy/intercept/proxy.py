@@ -52,12 +52,12 @@ class ProxySettings:
     key: str
     """Key of the session that records the calls."""
     record: bool = False
-    """True if the provider answers. The program's own key is then passed on. The gateway gets only the requests that it
-    passes on to the provider (`PathRule.passed_on`)."""
+    """True if the provider answers the calls, with the program's own key. The gateway then gets only the requests that
+    it passes on to the provider (`PathRule.passed_on`); all others go directly to the provider."""
     others: Others = "pass"
 
     def to_json(self) -> Json:
-        """Return the settings of the addon."""
+        """Return the settings in the form in which the addon reads them."""
         return {
             "gateway": self.gateway,
             "prefix": f"/s/{self.key}{INTERCEPT_PREFIX}",

@@ -1,7 +1,7 @@
 """The environment of an intercepted program: the proxy and the trusted certificates, under every name that programs
 look for.
 
-`tests/intercept/test_proxy.py` and `test_real_agents.py` start real programs with them.
+`tests/intercept/test_proxy.py` and `test_real_agents.py` start real programs with these variables.
 """
 
 from __future__ import annotations

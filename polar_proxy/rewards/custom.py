@@ -1,8 +1,9 @@
 """The evaluators `command` and `python`: a program or a function that the task's author wrote judges the work.
 
-The evaluator `python` calls a plain function as ``function(work, **options)`` in a thread. It calls a coroutine
-function as ``function(work, workspace, **options)`` in the event loop, with a fresh sandbox in which the patch has been
-applied. Either function returns a number, None, or a `Score`, which can also hold rewards of single calls.
+The evaluator `python` calls a synchronous function as ``function(work, **options)`` in a thread. It calls a coroutine
+function as ``function(work, workspace, **options)`` in the event loop, where `workspace` is a fresh sandbox in which
+the patch has been applied. A function of either kind returns a number, None, or a `Score`, which can also hold rewards
+of single calls.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def _last_number(result: CommandResult) -> float:
 
 @dataclass(frozen=True)
 class PythonEvaluator(Evaluator):
-    """Calls a Python function, ``module:function``, outside of any sandbox. The setting `allowed_code` must name it."""
+    """Calls a Python function, ``module:function``, outside of any sandbox. The setting `allowed_code` must list the
+    function."""
 
     function: str
     kind: Literal["python"] = "python"

@@ -6,8 +6,9 @@ each text of the user, so it must be able to resume its conversation. Promises:
 * the agent's calls are ordinary calls of the rollout's session. The user's texts are only in the prompts of these
   calls, so they are never trained, even if a model sampled them;
 * the calls of a model that plays the user are recorded in a separate session, which belongs to no rollout;
-* a dialogue ends when the user is done, at `RolloutSpec.max_user_turns`, or with a turn in which the agent fails or
-  runs out of time. The user's time does not count towards the agent's time limit.
+* a dialogue ends when the user is done, when the user has sent `RolloutSpec.max_user_turns` messages and the agent has
+  answered the last one, or when the agent fails or runs out of time. The user's time does not count towards the agent's
+  time limit.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class ScriptedUser:
 
 @dataclass(frozen=True, slots=True)
 class PlayedUser:
-    """A model that plays a persona, through a gateway that records its calls."""
+    """A model that plays a persona. The model is called through a gateway, which records the calls."""
 
     persona: str
     base_url: str
@@ -106,10 +107,10 @@ class PlayedUser:
 
 @contextlib.asynccontextmanager
 async def open_user(user: DialogueUser, rollout_id: str, store: Store, gateway: Gateway) -> AsyncIterator[UserPlayer]:
-    """Yield the user of one rollout. A persona has a session at the gateway, which is open until the block ends.
+    """Yield the user of one rollout. A model that plays a persona gets a session at the gateway until the block ends.
 
-    The session has the label `user of ROLLOUT`, by which a rule in the setting `routes` may send its calls to another
-    engine.
+    The label of this session is `user of ROLLOUT`. A rule in the setting `routes` may match the label, and so send the
+    calls of the model to another engine.
     """
     if user.persona is None:
         yield ScriptedUser(user.texts)

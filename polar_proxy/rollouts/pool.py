@@ -129,9 +129,9 @@ class SandboxPool:
     def _target(self, key: Hashable, requested_at: float) -> int:
         """Return how many sandboxes of this specification should wait: as many as are taken while one opens.
 
-        Source: Little's law. Every request since one opening time before `requested_at` (the time of the current
-        request) counts. Counting from one opening time before now would miss some, because the current request may have
-        waited for its sandbox."""
+        Source: Little's law. Let d be the time that the last sandbox took to open. Sandboxes that were taken after
+        `requested_at` - d count, where `requested_at` is the time of the current request. Counting from now - d would
+        miss the requests shortly before the current one, which may have waited for its sandbox."""
         demand = self._demand(key)
         since = requested_at - demand.opening
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))

@@ -1,7 +1,8 @@
 """Sandboxes with the image, repository, folders and resource limits of a task.
 
-An image is built once for each content of its folder, and named by the folder's digest. A task's repository is packed
-once into a git bundle, which holds the commit at which the agent starts and its ancestors, and nothing else.
+A task's image is built from a folder: once for each content of the folder, under a name that contains the content's
+digest. A task's repository is packed once into a git bundle, which holds only the commit at which the agent starts and
+the ancestors of this commit.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class TaskSandboxes:
         memory_mb: int | None = None,
         mounts: Sequence[Mount] = (),
     ) -> SandboxSpec:
-        """Return the specification of the task's sandbox, making its image and bundle first if necessary.
+        """Return the specification of the task's sandbox. Make the task's image and bundle first, unless they exist.
 
-        `memory_mb` is the limit for tasks that do not specify their memory, by default that of the settings. Raises
-        `TaskNotPossibleError` if this kind of sandbox cannot hold the task, `WorkspaceError` if image or bundle cannot
-        be made.
+        `memory_mb` is the limit for tasks that do not specify their memory; the default is the limit in the settings.
+        Raises `TaskNotPossibleError` if this kind of sandbox cannot hold the task, and `WorkspaceError` if the image or
+        the bundle cannot be made.
         """
         check_possible(task, self.kind)
         environment = task.environment

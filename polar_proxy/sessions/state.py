@@ -1,7 +1,7 @@
 """The state of one session in a gateway.
 
 `place` is called before a call is sampled, `record_answer` after its answer ended and before the client gets the last
-byte. So the next call of the same run always finds this call. The fingerprint that `record_answer` returns is stored
+byte. So the agent's next call always finds this call. The fingerprint that `record_answer` returns is stored
 with the call, and `rebuild` makes the same index from the stored fingerprints after a restart.
 
 Digests of all calls are kept as long as the session is in memory. The session's last request, and the tokens of answers
@@ -54,13 +54,14 @@ _REQUEST_BYTES, _MESSAGE_BYTES, _ANSWER_BYTES = 4096, 600, 1024
 """Memory in bytes, besides texts and tokens, of a cached request, of each of its messages, and of an answer.
 Measured."""
 _REASONING_PREFIX = 80
-"""Number of characters of an answer's reasoning that are searched for in a rendering."""
+"""Number of characters that are kept of an answer's reasoning, to find out whether a rendered prompt contains it."""
 _RECENT_TEXTS = 32
-"""Number of newest answers whose text is kept, to distinguish a cut answer from a replaced one."""
+"""Number of newest answers whose text is kept. The text shows whether a later request repeats a part of the answer or
+replaces the answer."""
 
 
 class PromptConfig(NamedTuple):
-    """Digests of the parts of a prompt besides its messages: the tools that it shows and the template's options."""
+    """Digests of what determines a prompt besides the messages: the tools and the options of the chat template."""
 
     tools: bytes
     options: bytes
@@ -73,7 +74,8 @@ class HashedRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LastRequest:
-    """A parsed request and its hashed conversation. The session's next request usually begins with these messages."""
+    """A parsed request and its hashed conversation. The session's next request usually begins with the same
+    messages."""
 
     dialect: str
     parsed: ParsedRequest
@@ -96,7 +98,7 @@ class AnsweredCall:
     """Number of ids of the prompt, with which `ids` begins."""
     finish_reason: str | None
     stop: tuple[str, ...]
-    """The stop strings of its request."""
+    """The stop strings of the call's request."""
     engine_name: str | None
     """The engine that sampled the answer, as in `CallRecord`."""
     config: PromptConfig
@@ -111,7 +113,7 @@ class AnsweredCall:
 @dataclass(frozen=True, slots=True)
 class MarkedText:
     """A request as the engine renders it with marks (`marked_rendering.py`). The next request of the session usually
-    begins with its messages."""
+    begins with the same messages."""
 
     request: ChatRequest
     marking: Hashable
@@ -274,7 +276,7 @@ class SessionState:
     ) -> Lineage:
         """Decide the lineage of a call, and add the call to the index. `now`: seconds since the epoch.
 
-        `hashed`: the result of `hash`, if it was called before.
+        `hashed`: the result of `hash` for this request, if there is one already.
         """
         conversation, texts = hashed or self.hash(request, self.last_conversation)
         messages, chain = conversation.messages, conversation.chain
@@ -395,14 +397,15 @@ class SessionState:
         return self._index.by_id.keys()
 
     def last_parsed(self, dialect: str) -> ParsedRequest | None:
-        """Return the session's last request if it came in this dialect."""
+        """Return the session's last request; None if it came in another dialect than this, or is not in memory."""
         last: LastRequest | None = self._cache.get(self.session_id)
         return last.parsed if last is not None and last.dialect == dialect else None
 
     def remember_request(
         self, dialect: str, parsed: ParsedRequest, conversation: HashedConversation, size: int
     ) -> None:
-        """Keep a request, because the next one usually begins with its messages. `size`: bytes of these messages."""
+        """Keep a request, because the session's next request usually begins with the same messages. `size`: bytes of
+        the messages."""
         self._cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
 
     def drop_cached(self) -> None:

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 class Store:
     """One open database. Several processes may open the same database.
 
-    Each attribute is a repository with the queries on a few related tables. All of them raise StoreError if the
-    database reports an error. Most of them are imported when they are first used, because importing all of them would
-    take most of the time of a command that lists sessions.
+    Each attribute is a repository with the queries on a few related tables. Every repository raises StoreError if the
+    database reports an error. Most repositories are imported when they are first used, because importing all of them
+    would take most of the time of a command that lists sessions.
     """
 
     def __init__(self, database: Database, artifacts: Path) -> None:

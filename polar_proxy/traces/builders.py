@@ -1,9 +1,9 @@
 """Builders: from the recorded calls of a session to traces, the training sequences. Pure.
 
-per_call  one trace for each sampled answer: its call's prompt, then the answer. Correct for any history
-merged    a call is joined to an earlier trace if its prompt begins with all tokens of the trace
+per_call  one trace for each sampled answer: the prompt of the answer's call, then the answer. Correct for any history
+merged    a call is joined to an earlier trace if the call's prompt begins with all tokens of the trace
 tree      a forest that stores common prefixes once: a trace holds only its own tokens, and `parent_trace_id` names its
-          parent. `branch_at` is the number of tokens of the parent's whole path before the trace's own tokens
+          parent. The trace's own tokens follow the first `branch_at` tokens of the parent's path from the root
 
 Every builder validates its result (`validation.validate`). Each answer is in exactly one trace, unless its call is
 excluded with a reason. Each sampled token follows the prompt from which it was sampled, except in a trace to which
@@ -42,7 +42,7 @@ class BuildResult:
     excluded: Mapping[str, str]
     """call id -> machine-readable reason"""
     on_drift: str | None = None
-    """The drift policy of the builders that join calls, `merged` and `rescored`; None for the others."""
+    """The drift policy, if the builder joins calls (`merged` and `rescored` do); None for other builders."""
     drift_events: tuple[DriftEvent, ...] = ()
     """Every drifted call of the session, with the builder's treatment of it."""
     grade_reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class CallMerger:
     """
 
     def __init__(self, calls: Sequence[CallRecord], events: dict[str, DriftEvent], *, joins_drift: bool) -> None:
-        """`events`: call id -> drift event. `add` sets its outcome."""
+        """`events`: call id -> drift event. When `add` adds a drifted call, it sets the outcome of the call's event."""
         self.traces: list[TraceBuilder] = []
         self._events = events
         self._joins_drift = joins_drift
@@ -151,12 +151,12 @@ class CallMerger:
         )
 
     def _join_drifted(self, call: CallRecord) -> tuple[TraceBuilder, int] | None:
-        """Return (trace to which the call is joined despite drift, position in the call's prompt where the context
-        begins).
+        """Return the trace to which a call is joined although the call's prompt does not begin with the trace's tokens.
+        Also return the position in the prompt where the context of the new answer begins.
 
-        A call is joined in this way if it drifted, or if an earlier drifted call was joined to the trace, whose tokens
-        therefore differ from this call's prompt. Return None in all other cases, and if no clean join exists. Set the
-        outcome of the call's drift event.
+        There are two such cases: the call drifted, or an earlier drifted call was joined to the trace. In all other
+        cases, and if no clean join exists, return None. If the call drifted, set the outcome or the split reason of its
+        drift event.
         """
         event = self._events.get(call.call_id)
         trace = self._by_last_answer.get((call.base_call_id or "", call.base_choice or 0))
@@ -220,7 +220,8 @@ class TraceBuilder:
     """A trace that grows answer by answer: tokens in one buffer, and spans that say which call each token is from."""
 
     def __init__(self, parent: TraceBuilder | None = None, branch_at: int = 0) -> None:
-        """`branch_at`: number of tokens of the parent's whole path before this trace's own tokens (builder `tree`)."""
+        """`branch_at`: this trace's own tokens follow the first `branch_at` tokens of the parent's path from the root
+        (builder `tree`)."""
         self.trace_id = new_id("trc")
         self.parent = parent
         self.branch_at = branch_at
@@ -266,7 +267,7 @@ class TraceBuilder:
         return "canonical" in self.reasons
 
     def is_of(self, call: CallRecord) -> bool:
-        """Return whether the same engine sampled this trace's answers and the call's."""
+        """Return whether the engine that sampled the answers of this trace also sampled those of the call."""
         return self._engine_name == call.engine_name
 
     def shared_depth(self, prompt: TokenIds) -> int:

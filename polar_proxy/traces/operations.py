@@ -52,8 +52,8 @@ async def find_targets(
     """Return the named sessions, or the sessions of the rollouts that match `where`.
 
     With neither argument, return the session of every rollout, newest first, then the sessions that have calls but no
-    rollout (except those of models that play a user), newest first. `limit` bounds the total. Raise UsageError if the
-    condition is invalid, if a session is unknown, or if both arguments are given.
+    rollout, newest first. Sessions of models that play a user are left out. `limit` bounds the total. Raise UsageError
+    if the condition is invalid, if a session is unknown, or if both arguments are given.
     """
     if where is not None and session_ids:
         raise UsageError("Give either --where, which selects rollouts, or --session, not both.")
@@ -212,8 +212,9 @@ async def audit_store(
 ) -> AuditReport:
     """Audit the traces that `builder` made of the sessions in `targets` (see `traces/audit.py`).
 
-    Store grade and findings in the certificate of each trace that has compared tokens or is rejected. Raise UsageError
-    if the engine cannot score or serves another model, EngineError if the weights change meanwhile.
+    If tokens of a trace could be compared, or if the trace is rejected, store the grade and the findings in the trace's
+    certificate. Raise UsageError if the engine cannot score or serves another model, and EngineError if the engine's
+    weights change meanwhile.
     """
     report = AuditReport(reference)
     scorer = Scorer(engine, at_once)

@@ -59,7 +59,10 @@ def _problems(calls: Sequence[CallRecord], by_id: Mapping[str, CallRecord], buil
 
 
 def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
-    """Return {"recorded", "trained", "excluded": {reason: n}} in calls. Raise InvariantError if they do not add up."""
+    """Return numbers of calls: {"recorded": n, "trained": n, "excluded": {reason: n}}.
+
+    Raise InvariantError if a recorded call is neither trained nor excluded, or is both.
+    """
     trained = {call_id for trace in build.traces for call_id in trace.call_ids}
     excluded = Counter(build.excluded.values())
     if len(calls) != len(trained) + excluded.total() or trained & set(build.excluded):

@@ -59,7 +59,7 @@ class LoraSettings(BaseModel):
 
 
 class GrpoConfig(BaseModel):
-    """Settings of a training run, in the file that `polar train grpo --config` names, or by `--set NAME=VALUE`."""
+    """Settings of a training run, from the file that `polar train grpo --config` names and from `--set NAME=VALUE`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -102,7 +102,7 @@ class GrpoConfig(BaseModel):
     builder: BuilderName = "merged"
     """Builder that makes training sequences from calls."""
     train_timed_out: bool = False
-    """Train on rollouts that timed out. Otherwise they are masked, and count only in the baseline."""
+    """Train on rollouts that timed out. False: these rollouts are masked, and count only in the baseline."""
     keep_zero_variance_groups: bool = False
     """Also train groups whose advantages are all 0. They add no gradient of the policy loss, but their tokens count in
     the normalisation of the loss."""
@@ -135,7 +135,7 @@ class GrpoConfig(BaseModel):
     computes them with the weights that sampled the token; older weights are read from the run's checkpoints (one more
     forward pass for each older version). start: the trainer computes them with the weights before the step. recorded:
     the engine reported them when it sampled the token. interpolated: a weighted mean of start and recorded, with more
-    of start for staler tokens (A-3PO, arXiv 2512.06547). For tokens that the newest weights sampled, start alone."""
+    of start for staler tokens, but only start for tokens that the newest weights sampled (A-3PO, arXiv 2512.06547)."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL divergence from the reference model. 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -183,7 +183,7 @@ class GrpoConfig(BaseModel):
     sync_every: int = Field(1, ge=1)
     """Send new weights to the engine every n steps."""
     weight_transfer: Literal["disk", "nccl"] = "disk"
-    """How new weights reach vLLM: as files that both can read, or from GPU to GPU."""
+    """How new weights reach vLLM. disk: as files that the trainer writes and vLLM reads. nccl: from GPU to GPU."""
     weight_transfer_host: str = "127.0.0.1"
     """With nccl: the address at which vLLM's workers reach the trainer."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
@@ -198,9 +198,9 @@ class GrpoConfig(BaseModel):
     keep_checkpoints: int = Field(2, ge=1)
     """Number of the newest checkpoints to keep. More are kept if `proximal` needs them."""
     lease_seconds: float = Field(120.0, gt=0)
-    """A killed trainer's groups are offered again after this time. A living trainer extends its leases."""
+    """Seconds after which the groups of a killed trainer are offered again. A living trainer extends its leases."""
     wait_seconds: float = Field(3600.0, gt=0)
-    """The run stops with an error when the rollouts deliver nothing for this long."""
+    """Stop the run with an error if the rollouts deliver no group for this many seconds."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> GrpoConfig:
@@ -278,7 +278,7 @@ class GrpoConfig(BaseModel):
     def checkpoints_kept(self) -> int:
         """Number of newest checkpoints to keep.
 
-        With `recomputes_proximal`, they reach back to the oldest weights whose samples may still be trained.
+        With `recomputes_proximal`, the checkpoints reach back to the oldest weights whose samples may still be trained.
         """
         if not self.recomputes_proximal:
             return self.keep_checkpoints
@@ -300,7 +300,7 @@ class GrpoConfig(BaseModel):
 
 
 def read_toml(path: Path) -> tuple[Json, Json]:
-    """Return the `[grpo]` table of a file, and its other tables. Raises UsageError if it cannot be read."""
+    """Return the `[grpo]` table of a TOML file, and the file's other tables. Raises UsageError for an invalid file."""
     try:
         tables = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:

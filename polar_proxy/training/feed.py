@@ -98,7 +98,7 @@ class OpenLeases:
         return True
 
     async def settle_previous(self, trained: Collection[str]) -> None:
-        """End the leases that the previous process held: acknowledge `trained` groups, give the others back.
+        """End the leases that the previous process held: acknowledge the groups in `trained`, give the others back.
 
         A lease that the previous process took but did not record before it was killed expires by itself.
         """
@@ -170,10 +170,11 @@ class HttpFeed:
     async def lease(
         self, consumer: str, limit: int, seconds: float, *, policy_version: str | None, max_staleness: int | None
     ) -> LeaseBatch:
-        """Lease finished groups from the server, which waits up to `FEED_WAIT_SECONDS` for one. Raises ApiError.
+        """Lease finished groups from the server, which waits up to `FEED_WAIT_SECONDS` for a group.
 
-        If the server cannot be reached, report this once and return no leases, because the trainer calls this method
-        again until it has its groups.
+        If the server cannot be reached or cannot answer now, return no leases, because the trainer calls this method
+        again until it has its groups. The failure is reported once, until the server answers again. Raises ApiError for
+        any other error of the server.
         """
         request = LeaseRequest(
             consumer=consumer,

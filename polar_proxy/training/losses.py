@@ -39,7 +39,7 @@ class LossInputs:
     logprobs: Tensor
     """log pi_theta, with gradient."""
     old_logprobs: Tensor
-    """log mu, as the engine reported it when it sampled."""
+    """log mu, as the engine reported it when it sampled the token."""
     proximal_logprobs: Tensor
     """log pi_prox."""
     advantages: Tensor

@@ -202,9 +202,11 @@ def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord], resc
 
 
 def _scored_at(sampling: AnswerSampling, rescored: bool) -> float | None:
-    """Return the temperature at which an engine's log-probabilities of an answer are comparable with the recorded ones.
+    """Return the temperature at which an engine must score an answer to get values that compare with the recorded
+    log-probabilities.
 
-    None if the recorded ones are from a distribution that an engine cannot score, as with top_p or temperature 0."""
+    None if the recorded log-probabilities are from a distribution that an engine cannot score, as with top_p or
+    temperature 0."""
     if sampling.logprob_mode == "processed" and not rescored and (sampling.changes or not sampling.temperature):
         return None
     return scored_temperature(sampling, rescored)
@@ -229,10 +231,10 @@ def _findings(spans: Sequence[Span], certificate: Mapping[str, Any]) -> list[Jso
 
 
 def _place(spans: Sequence[Span], kind: str, call_id: str | None, position: int) -> int:
-    """Convert a position in a call's prompt (`kind` "context") or answer ("sampled") to a position in the trace.
+    """Convert a position in a call's prompt or answer to a position in the trace. `kind`: "context" for a position in
+    the prompt, "sampled" for a position in the answer.
 
-    The trace begins with the same tokens as the prompt, so positions before the first span of the call are equal in
-    both.
+    Prompt and trace begin with the same tokens, so a position before the first span of the call stays the same.
     """
     at = 0
     for span in spans:

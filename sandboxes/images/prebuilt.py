@@ -1,7 +1,7 @@
 """Prebuilt images: a base image with files and folders of this machine at their own paths.
 
-The tag is a hash of the base image and of every file's path, mode and bytes, so that an image is built only once. Its
-containers need no mounts, so they also start in an engine that cannot see this machine's disk.
+The tag is a hash of the base image and of every file's path, mode and bytes, so that an image is built only once. A
+container of the image needs no mounts, so it also starts in an engine that cannot see this machine's disk.
 """
 
 from __future__ import annotations

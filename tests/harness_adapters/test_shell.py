@@ -65,7 +65,7 @@ def test_double_braces_are_literal() -> None:
         ("/bin/sh -c \"x '{instruction}'\"", "POLAR_INSTRUCTION"),
         ("{mount:/no/such/folder}/a", "no such file or folder on this machine"),
         ("{mount:relative}/a", "give an absolute path"),
-        ("a {instruction} > log", "has >, but no shell reads it"),
+        ("a {instruction} > log", "contains >, but no shell reads this command"),
         ("a {instruction} 2>&1", "has 2>&1, but"),
         ("a >>log", "write shell:bash -c 'COMMAND'"),
         ("cd src && a {instruction}", "has &&, but"),

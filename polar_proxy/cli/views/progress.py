@@ -247,7 +247,7 @@ class JobProgressView:
 
 
 def _end_of(rollout: RolloutDetail) -> str:
-    """Return reward and times of a rollout that has ended."""
+    """Return the reward of a rollout that has ended, its number of calls, and the seconds of each stage."""
     stages = ", ".join(
         f"{stage.stage} {stage.ended_at - stage.started_at:.1f} s"
         for stage in rollout.stages

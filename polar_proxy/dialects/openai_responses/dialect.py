@@ -1,15 +1,17 @@
 """OpenAI Responses. Source: https://platform.openai.com/docs/api-reference/responses
 
-Modules for the request: `tools` (the functions offered for the client's tools), `references` (ids to items) and
-`input` (items to messages). Modules for the response: `items` (answer to items, ids of items), `encoder` (the response
-object and the event stream of a new answer) and `stored` (the object and the stream of a recorded answer).
+Modules for the request: `tools` (offers the client's tools to the engine as functions), `references` (replaces ids by
+items) and `input` (converts items to messages). Modules for the response: `items` (converts an answer to items with
+ids), `encoder` (writes the response object and the event stream of a new answer) and `stored` (writes the object and
+the stream of a recorded answer).
 
 A body may refer to a response (`previous_response_id`) or to items by id. Before the body is parsed, `references`
 replaces these ids by the items, so the new call is recorded with its whole input. Every call is recorded. A call with
 `store: false` cannot be retrieved or referred to. `instructions` are stored as a first item of type `instructions`. A
 later request that continues the conversation does not inherit them, as the API defines it.
 
-`conversation` is a reference, too. Its items come first, and the call adds its own input and its answer to them.
+A body may also refer to a `conversation` by its id. The conversation's items come before the body's own input, and the
+call adds this input and the answer to the conversation.
 
 Refused: `prompt` (a stored template that Polar does not have), `stream` together with `background`, and `store: false`
 together with `background` (the answer could not be retrieved) or `conversation` (the call adds its items to it).
@@ -170,7 +172,8 @@ class OpenAIResponses(OpenAIDialect):
 def _answered_item(shown: Json, exact: Mapping[AnswerPart, Json]) -> ConversationItem:
     """Return one item of an answer in the form in which a conversation stores it.
 
-    `shown`: the item as the client gets it. `exact`: the answer's items by `ItemId.part`, with arguments as sampled.
+    `shown`: the item as the client gets it. `exact`: all items of the answer by `ItemId.part`, with the arguments of
+    tool calls as they were sampled.
     """
     identity = ItemId.read(shown["id"])
     assert identity is not None

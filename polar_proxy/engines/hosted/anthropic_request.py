@@ -2,8 +2,8 @@
 
 * System messages at the beginning are the field `system`. Later ones keep their place as messages of the role `system`.
 * Results of tools and the user's messages after them are one message of the role `user`, results first.
-* The parts of a signed answer that the client did not change are sent as they came, with the thinking. Reasoning
-  without a signature is left out, because the API does not accept it.
+* The thinking of a signed answer is sent as it came, and so is every other part that the client did not change.
+  Reasoning without a signature is left out, because the API does not accept it.
 * If the arguments of a tool call are not a JSON object, their text is sent as `{"arguments": text}`.
 * Temperature, top_p and top_k are left out (and named by `not_carried`): API version 2026-10-21 refuses them at any
   value. Source: https://platform.claude.com/docs/en/api/migration-2026-10-21
@@ -64,7 +64,8 @@ def anthropic_body(request: ChatRequest, model: str, max_tokens: int, *, stream:
 
 
 def anthropic_prompt(request: ChatRequest, model: str) -> Json:
-    """Return the fields of the body that determine the prompt. A request to count its tokens has the same fields."""
+    """Return the fields of the body that determine the prompt. A request to count the prompt's tokens has the
+    same fields."""
     leading, messages = split_system(request.messages)
     body: Json = {"model": model, "messages": _messages(messages)}
     if system := [block for message in leading for block in _input_blocks(message)]:

@@ -40,8 +40,8 @@ _STANDARD_TRAFFIC = (None, "ON_DEMAND", "TRAFFIC_TYPE_UNSPECIFIED")
 class GoogleEngine(HostedEngine):
     """A model of Google's API: `async with GoogleEngine(model="gemini-...", api_key="...") as engine:`.
 
-    `url` is the API's root, with or without the version. Entering raises EngineError if the API cannot be reached,
-    refuses the key, or does not serve the model.
+    `url` is the API's root, with or without the version. Entering the `async with` block raises EngineError if the API
+    cannot be reached, refuses the key, or does not serve the model.
     """
 
     provider: ClassVar[str] = "google"

@@ -75,7 +75,10 @@ def _load(model: str) -> tiktoken.Encoding | None:
 
 
 def request_text(request: EngineRequest) -> str:
-    """Return all text that the model reads in a request (messages and tools), joined, for counting its tokens."""
+    """Return the text that the model reads in a request, to count tokens: messages and tools, joined, or a raw prompt.
+
+    Empty for a raw prompt of token ids.
+    """
     if not isinstance(request, ChatRequest):
         return request.prompt if isinstance(request.prompt, str) else ""
     parts = [_message_text(message) for message in request.messages]

@@ -29,7 +29,7 @@ from polar_proxy.sequences import common_prefix_length
 from polar_proxy.types import TokenIds
 
 MIN_REUSE = 16
-"""Minimum number of tokens of a sequence that is kept, and of a common prefix that is reused."""
+"""Length in tokens: shorter sequences are not kept, and shorter common prefixes are not reused."""
 _SCORED_CHUNK = 256
 _ATTENTION = "polar_by_sequence"
 
@@ -87,7 +87,7 @@ class SequenceCache(Cache):  # type: ignore[misc]  # transformers has no stubs
 
 
 class PrefixCache:
-    """Keys and values of finished sequences, at most `limit_bytes`. The least recently used are dropped first.
+    """Keys and values of finished sequences, at most `limit_bytes`. The least recently used sequence is dropped first.
 
     A sequence that is a prefix of a newer one is dropped, so that a session keeps one entry and not one for each turn.
     """

@@ -19,8 +19,8 @@ class FeedGroups:
     """
 
     def __init__(self, polar: Client, *, consumer: str, seconds: float = 600.0, patience: float = 3600.0) -> None:
-        """`seconds`: how long a lease lasts; it must be longer than a step and its checkpoint take. `patience`: how
-        long to wait for a group before giving up, in seconds."""
+        """`seconds`: how long a lease lasts. It must be longer than a training step and the saving of the step's
+        checkpoint take together. `patience`: how many seconds to wait for a group before giving up."""
         self._polar, self._consumer = polar, consumer
         self._seconds, self._patience = seconds, patience
         self._open: list[str] = []

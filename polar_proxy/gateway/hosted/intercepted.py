@@ -35,11 +35,12 @@ class InterceptedRequest(NamedTuple):
     key: str | None
     """Key of the session, if the request came through a socket that belongs to one session."""
     found: InterceptedPath | None
-    """The table's entry for the host and its rule for the path; None if the host is not a model host."""
+    """The entry for the host in the table of `intercept/hosts.py`, with the rule for the path if there is one; None if
+    the host is not a model host."""
 
     @classmethod
     def of_scope(cls, scope: asgi.Scope, sandbox_hosts: Container[str]) -> InterceptedRequest | None:
-        """Return the intercepted request in a scope; None if the request was sent to the gateway itself.
+        """Return the intercepted request of an ASGI scope; None for a request to the gateway itself.
 
         `sandbox_hosts`: the model hosts that an agent in a sandbox may ask.
         """

@@ -1,4 +1,4 @@
-"""Detects whether the records that a page shows have changed since it read them.
+"""Detects whether the records that a page shows have changed since the page was made.
 
 The state of a record, or of a list of records, is a number that differs after a change. It is the hash of
 some rows. An index finds these rows, so that reading a state takes about a millisecond in a database of any size.

@@ -5,7 +5,7 @@ its client got, and no answer that is not recorded.
 
 Promises:
 
-* Items are in the order in which they were added. The items of one call are not mixed with those of another one,
+* Items are in the order in which they were added. The items of one call are not mixed with the items of another,
   because each transaction locks the conversations that it adds to.
 * If a conversation was deleted while a call was answered, the call is committed and adds nothing.
 """
@@ -76,7 +76,7 @@ def item_row(conversation_id: str, item: ConversationItem) -> dict[str, object]:
 
 
 def append_items(connection: Connection, rows: Sequence[Mapping[str, object]]) -> None:
-    """Insert rows of `item_row`. Rows of conversations that do not exist any more are left out."""
+    """Insert rows that `item_row` returned. Rows of conversations that do not exist any more are left out."""
     if not rows:
         return
     ids = {row["conversation_id"] for row in rows}
@@ -108,8 +108,7 @@ class ConversationRepository(Repository):
         return row
 
     async def get(self, session_id: str, conversation_id: str, *, at_provider: bool = False) -> ConversationRow | None:
-        """Return a conversation of this session: one that is kept here or, with `at_provider`, one that its provider
-        keeps."""
+        """Return a conversation of this session that Polar keeps or, with `at_provider`, that the provider keeps."""
         mine = (_c.conversation_id == conversation_id, _c.session_id == session_id, _c.at_provider == at_provider)
         return await self._row(ConversationRow, select(*_columns).where(*mine))
 

@@ -2,8 +2,8 @@
 not sample them.
 
 Rescores are stored in their own table and never change the calls: a call that was recorded without tokens keeps the
-status `no_tokens`. Only the traces of the builder `rescored` use them; `apply_rescores` puts the rescored tokens into
-the calls.
+status `no_tokens`. Only the traces of the builder `rescored` use rescores; `apply_rescores` puts the rescored tokens
+into the calls.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def fetch_for(
     *,
     text: bool = False,
 ) -> Callable[[], BuilderCalls]:
-    """Read the calls that meet `where` with these values, as `fetch` does. Return a function that unpacks them."""
+    """Read the calls that meet `where` with these values, as `fetch` does. Return a function that unpacks the calls."""
     loader = fetch(connection, where, values, text=text)
     load_rescores = _fetch_rescores(connection, where, values) if builder == RESCORED_BUILDER else None
 

@@ -34,7 +34,7 @@ CallbackKind = Literal["group.finished", "group.cancelled", "job.ended"]
 _Page = tuple[Sequence[Row[Any]], bool]
 """Rows ordered by their numbers, and whether there may be more."""
 _GAP_SECONDS = 10.0
-"""An event number that is missing for longer belongs to a transaction that was rolled back."""
+"""If an event number is missing for longer than this, the transaction that took the number was rolled back."""
 
 _e, _r, _je = schema.rollout_events.c, schema.rollouts.c, schema.job_events.c
 _b, _j = schema.callbacks.c, schema.jobs.c
@@ -62,7 +62,7 @@ class EventCursor:
 
 @dataclass(frozen=True, slots=True)
 class JobEventRow:
-    """An event of a job. `cursor`: the position after it."""
+    """An event of a job. `cursor`: the position after the event."""
 
     cursor: EventCursor
     kind: Literal["stage", "group", "job", "feed"]

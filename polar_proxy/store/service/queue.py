@@ -116,7 +116,10 @@ class QueueRepository(Repository):
         return attempt[claim.rollout_id]
 
     async def cancel(self, rollout_id: str) -> bool:
-        """Cancel a queued rollout. Returns False if a worker has claimed it and must end it, or if it has ended."""
+        """Cancel a queued rollout, and return whether the rollout is cancelled now.
+
+        If a worker has claimed the rollout, ask the worker to end it, and return False.
+        """
 
         def write(connection: Connection) -> bool:
             cancel_rollouts(connection, _r.rollout_id == rollout_id, time.time())
@@ -171,7 +174,7 @@ class FleetRow:
     """When the last pause began, even if it has ended by itself since. None if there was no pause, or if a resume ended
     it."""
     paused_until: float | None
-    """When the pause ends by itself; None if it lasts until it is resumed."""
+    """When the pause ends by itself; None if only a resume ends it."""
 
     @property
     def paused(self) -> bool:
@@ -220,10 +223,11 @@ def staleness_filter(connection: Connection) -> ColumnElement[bool] | None:
     """Return a condition on rollouts that holds back groups which would be delivered too stale. The result is None if
     the throughput of the consumers is unknown, or if no unfinished group has a limit.
 
-    The feed delivers the oldest groups first. If consumers take G groups per policy version, a group with A groups for
-    training before it (waiting, or started and not finished) is delivered floor(A / G) or more versions from now. If
-    floor(A / G) is more than the `max_staleness` of this group, its rollouts wait. G is measured from acknowledged
-    leases; until G is known, no group waits.
+    The feed delivers the oldest groups first. Let G be the number of groups that consumers take per policy version. Let
+    A be the number of groups for training that come before a group: those that wait for a consumer, and those that were
+    started and have not finished. Then the group is delivered floor(A / G) or more versions from now. If this is more
+    than the group's `max_staleness`, the rollouts of the group wait. G is measured from acknowledged leases; until G is
+    known, no group waits.
     """
     started = exists().where(_r.group_id == _g.group_id, or_(_r.status != "queued", _r.claimed_by.is_not(None)))
     limited = (_g.delivery == "open", _g.max_staleness.is_not(None))

@@ -312,7 +312,8 @@ class Learner:
     # Overridden by training/policy/fsdp.py, where several processes train one policy
 
     _processes = 1
-    """Number of processes. FSDP averages gradients over processes; the loss times this number gives their sum."""
+    """Number of processes. FSDP averages the gradients of all processes. If the loss is multiplied by this number, FSDP
+    gives the sum of the gradients instead."""
 
     def _pack(self, sequences: Sequence[Ids]) -> list[Pack]:
         return pack_trees(sequences, self._config.max_tokens_per_microbatch)

@@ -1,4 +1,4 @@
-"""Two pages: that of a run (a rollout or a session, with its calls), and that of one call."""
+"""Two pages: one shows a run (a rollout or a session, with its calls), the other shows one call."""
 
 from __future__ import annotations
 
