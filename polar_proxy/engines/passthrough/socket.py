@@ -18,7 +18,7 @@ _OPEN_SECONDS = 30.0
 
 
 class _Connect(connect):
-    """A connection attempt that follows no redirect: the request with the agent's key goes to its host only."""
+    """A connection attempt that follows no redirect, so that the agent's key is sent to no other host."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
         return exc
