@@ -290,7 +290,9 @@ def get_adapter(name: str, folder: Path | None = None) -> HarnessAdapter:
     except TypeError as error:  # a function, or a class that needs arguments
         raise UnknownHarnessError(f"{_not_an_adapter(target)} and needs no arguments: {error}") from error
     if not isinstance(adapter, HarnessAdapter):
-        raise UnknownHarnessError(f"{_not_an_adapter(target)}. The named object lacks {', '.join(_missing_members(adapter))}")
+        raise UnknownHarnessError(
+            f"{_not_an_adapter(target)}. This object lacks {', '.join(_missing_members(adapter))}"
+        )
     return adapter
 
 

@@ -265,7 +265,7 @@ def prune(
     older_than: Annotated[
         str,
         typer.Option(
-            metavar="AGE", help="Minimum time since the end, such as 30d or 12h. 0s: everything that has ended."
+            metavar="AGE", help="Minimum time since the end, such as 30d, 12h or 2w. 0s: everything that has ended."
         ),
     ],
     where: options.Where = None,
