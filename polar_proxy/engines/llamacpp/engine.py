@@ -307,7 +307,8 @@ class LlamaCppEngine(LocallyRenderingEngine):
 
 
 def _with_used_tools(request: ChatRequest) -> ChatRequest:
-    """Remove the tools from a request if the model must not use them, because the template would show them to it."""
+    """Remove the tools from a request if the model must not use them. Otherwise the template would show the tools to
+    the model."""
     return request if uses_tools(request) else replace(request, tools=())
 
 

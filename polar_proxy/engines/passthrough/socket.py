@@ -27,7 +27,7 @@ class _Connect(connect):
 class ProviderWebSocket:
     """A WebSocket to a provider, one for each WebSocket of an agent. Call `close` when the agent's WebSocket ends.
 
-    It is connected by `open`, or else by the first `exchange`.
+    `open` connects this WebSocket. If `open` was not called, the first `exchange` does so.
     """
 
     def __init__(self) -> None:

@@ -214,7 +214,7 @@ class ForcedSampling:
     async def read_back(self, answers: list[ForcedAnswer], opened: list[int]) -> tuple[list[ForcedAnswer], bool]:
         """Return the answers with their decoded texts, and whether completions show special tokens by default.
 
-        The latter matters because the tags of reasoning and tool calls are special tokens in some models. All ids are
+        The default matters because the tags of reasoning and tool calls are special tokens in some models. All ids are
         decoded in one request, separated by end-of-turn tokens. Raises CannotContinueError if the texts cannot be
         separated, or if the text of a completion is not the decoding of its ids.
         """

@@ -81,7 +81,7 @@ class NodePlan:
 def agent_capacity(cpus: float, memory: float) -> int:
     """Return how many agents fit into this number of processors and bytes of memory.
 
-    Two agents share a processor, because an agent mostly waits for the model; each has its own memory."""
+    Two agents share a processor, because an agent mostly waits for the model. Each agent has its own memory."""
     return min(int(2 * cpus), int(memory // SANDBOX_BYTES))
 
 
