@@ -144,16 +144,17 @@ class LaunchContext(Endpoint):
     command_timeout_seconds: int = 30
     """Time limit of each command that the agent runs, for harnesses with such a limit."""
     resume: bool = False
-    """Continue the last conversation of this HOME and workspace instead of starting one."""
+    """Continue the last conversation of this HOME and workspace instead of starting a new one."""
     mcp_servers: tuple[McpServer, ...] = ()
     skills: tuple[Skill, ...] = ()
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Environment, arguments and settings files that point a harness at an endpoint, in rollouts and `polar connect`.
+    """The environment, arguments and settings files that point a harness at an endpoint.
 
-    They grant no permission and set no limit of steps. The key is in `env` only.
+    Rollouts and `polar connect` both use them. None of them grants the agent a permission or limits its steps. The API
+    key is in `env` only.
     """
 
     env: Mapping[str, str]
@@ -289,7 +290,9 @@ def get_adapter(name: str, folder: Path | None = None) -> HarnessAdapter:
     except TypeError as error:  # a function, or a class that needs arguments
         raise UnknownHarnessError(f"{_not_an_adapter(target)} and needs no arguments: {error}") from error
     if not isinstance(adapter, HarnessAdapter):
-        raise UnknownHarnessError(f"{_not_an_adapter(target)}: it lacks {', '.join(_missing_members(adapter))}")
+        raise UnknownHarnessError(
+            f"{_not_an_adapter(target)}. This object lacks {', '.join(_missing_members(adapter))}"
+        )
     return adapter
 
 

@@ -1,10 +1,11 @@
 # mypy: ignore-errors
 """Runs harbor's Terminus 2 agent on this machine. The `terminus-2` adapter launches this program.
 
-Harbor starts the agent only in its own trials, on the host, with an environment object. Here that object represents the
-machine that runs this script. The script is run inside the sandbox, by the Python of harbor's environment, and no
-module imports it. The endpoint's key comes in OPENAI_API_KEY and is removed from the environment of the agent's
-terminal.
+The program runs inside the sandbox, with the Python of the virtual environment in which harbor is installed. No module
+imports it. Harbor itself starts the agent only in its own trials: on the host, with an environment object through which
+the agent reaches its container. Here that object (`LocalEnvironment`) represents the machine that runs this program.
+
+The endpoint's key comes in OPENAI_API_KEY and is removed from the environment of the agent's terminal.
 
 Exit code: 0 if the agent finished or used up its turns, 1 if it failed. The last line says which.
 """

@@ -40,10 +40,9 @@ log = logging.getLogger(__name__)
 class BackgroundLoops:
     """`async with BackgroundLoops(context)` runs the loops until the block ends.
 
-    The end of the block also ends open streams of events, and requests that wait for a group to lease.
+    The end of the block also ends open streams of events, and requests that wait until a group can be leased.
 
-    Several servers of one database may run the loops: each callback is sent, and each job's pause is ended, by one of
-    them.
+    Several servers of one database may run the loops: only one of them sends a callback or ends the pause of a job.
     """
 
     def __init__(self, context: ApiContext) -> None:
@@ -133,7 +132,7 @@ class CallbackSender:
         await self._http.aclose()
 
     async def send_due(self) -> int:
-        """Send one batch of callbacks; return how many were due."""
+        """Send the next batch of callbacks that are due; return the size of the batch."""
         rows = await self._store.callbacks.claim(_BATCH, 2 * self._settings.callback_timeout_seconds + 10)
         await asyncio.gather(*(self._send(row) for row in rows))
         return len(rows)

@@ -264,7 +264,9 @@ def vacuum(
 def prune(
     older_than: Annotated[
         str,
-        typer.Option(metavar="AGE", help="Minimum age, such as 30d, 12h or 2w. 0s: everything that has ended."),
+        typer.Option(
+            metavar="AGE", help="Minimum time since the end, such as 30d, 12h or 2w. 0s: everything that has ended."
+        ),
     ],
     where: options.Where = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,

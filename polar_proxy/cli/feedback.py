@@ -44,7 +44,7 @@ def reward(
         number = None if value == "none" else float(value)
         details = {} if detail is None else orjson.loads(detail)
     except ValueError as error:  # includes JSONDecodeError
-        raise UsageError(f"A reward is a number or `none`, and --detail is a JSON object: {error}.") from error
+        raise UsageError(f"VALUE must be a number or `none`, and --detail must be a JSON object: {error}.") from error
     request = make_request(
         RewardRequest,
         **_target(target),
@@ -67,7 +67,7 @@ def remark(
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Give a label, a note or a rating to a rollout or a session. Earlier ones are kept.
+    """Give a label, a note or a rating to a rollout or a session. Earlier remarks are kept.
 
     The author is the API key, or this machine if the command opens the database itself.
     """

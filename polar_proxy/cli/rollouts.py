@@ -1,5 +1,6 @@
 """`polar run` runs an agent on tasks here. The other verbs use the API of a server (--url). Without a URL, `status`,
-`results`, `watch` and `events` read the database, and the others use the same API in this process.
+`results`, `watch` and `events` read the database, and `submit`, `cancel`, `pause` and `resume` use the same API in this
+process.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ def run(
 def _load_tasks(
     settings: Settings, task: str, seed: int | None, instances: int | None
 ) -> tuple[list[Task], tuple[TaskRefusal, ...] | None, AllowedCode]:
-    """Return the tasks that can be run, the refused ones, and the code to which the tasks may refer. Raises
-    UsageError."""
+    """Return the tasks that can be run, the refused tasks, and the code to which the tasks may refer. Raises UsageError
+    if no task can be run."""
     from polar_proxy.tasks import load_tasks
 
     code = settings.code(task)
@@ -253,7 +254,9 @@ def submit(
 
 def status(
     job: Annotated[str | None, typer.Argument(help="A job's id. Default: list the newest jobs.")] = None,
-    state: Annotated[str | None, typer.Option(help="Only jobs that are open, paused, done or cancelled.")] = None,
+    state: Annotated[
+        str | None, typer.Option(help="List only jobs in this state: open, paused, done or cancelled.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="List at most N jobs.")] = 20,
     url: options.Url = None,
     db: options.Db = None,
@@ -398,7 +401,7 @@ def cancel(
 ) -> None:
     """Cancel a job, a group or a rollout.
 
-    Queued rollouts are cancelled at once. A server ends its running rollouts when it next polls the queue.
+    Queued rollouts are cancelled at once. Each running rollout ends when its server next polls the queue.
     """
     from polar_proxy.client import NotFoundError
 
@@ -415,7 +418,9 @@ def pause(
     seconds: options.PauseFor = None,
     wait_idle: Annotated[
         float | None,
-        typer.Option(help="Wait up to N seconds until none of its rollouts runs. If some still run, undo the pause."),
+        typer.Option(
+            help="Wait up to N seconds until no rollout of the job runs. If some still run then, undo the pause."
+        ),
     ] = None,
     url: options.Url = None,
     db: options.Db = None,

@@ -34,8 +34,8 @@ MAX_TRIES = 5
 MAX_PAUSE_SECONDS = 10.0
 RECONNECT_SECONDS = 0.5
 _RETRY_STATUSES = frozenset({429, 503})
-"""Responses with these statuses are retried if they have the header `Retry-After`, because the server then did
-nothing."""
+"""A request is sent again after a response with one of these statuses and the header `Retry-After`, because the server
+then did nothing."""
 
 
 _REPORT_START = b'{"' + EXPORT_REPORT.encode() + b'":'
@@ -63,7 +63,7 @@ class ConflictError(ApiError, UsageError):
 
 
 class LeaseLostError(ConflictError, StoreError):
-    """409: the lease expired or never existed; another consumer may have its group."""
+    """409: the lease has expired or never existed. By now, the group may be leased to another consumer."""
 
 
 class UnavailableError(ApiError):

@@ -1,18 +1,18 @@
-"""The checks: one result for each, computed from the runs of a harness.
+"""The conformance checks. Each check computes one result from the runs of a harness.
 
 A result is `ok`, `failed`, `n/a` (the check does not apply to the harness; the detail says why), `gives up` (after the
 scenario's fault the harness ended its run by itself) or `not run` (nothing could be measured; the detail says why).
 Checks use the store, the exchanges of the recording proxy and the requests that reached the engine, and never guess.
 
-Two counts run over all scenarios:
+Two of the checks that count over all scenarios, in detail:
 
 * *lost*: a model answer with status 200 whose last byte was handed to the agent's socket, and whose call is not in the
   store. Polar's own pipeline is not trusted for this: the answer is observed at the recording proxy's sockets, and the
   call is looked up in the database.
-* *doubled*: an answered call (`types.ANSWERED`) with the same request as an earlier answered call of the session,
-  unless the edge of the later call is `retries`. Two requests are the same if they have the same tools, and also either
-  the same messages (as JSON with sorted keys, without cache marks) or the same stored fingerprint. (A retry that was
-  joined to the first call is not recorded as a separate call.)
+* *doubled*: an answered call (`types.ANSWERED`) with the same request as an earlier answered call of the same run. A
+  call that is recorded as a retry (edge `retries`) does not count. Two requests are the same if they have the same
+  tools, and also either the same messages (as JSON with sorted keys, without cache marks) or the same stored
+  fingerprint. (A retry that was joined to the first call is not recorded as a separate call.)
 """
 
 from __future__ import annotations

@@ -127,8 +127,9 @@ class Engine(ABC):
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
         """Return whether the engine's rendering of a request ends with the token ids `end`.
 
-        An engine behind a server may render in this process, if its renderings were compared with the server's and
-        found equal. For most requests, such an engine may return the result of an earlier comparison.
+        Some engines behind a server render requests in this process, as long as the result is equal to the server's
+        rendering. Such an engine returns whether the two renderings are equal. For most requests it may return the
+        result of an earlier comparison.
         """
         return (await self.render(request))[-len(end) :] == list(end)
 

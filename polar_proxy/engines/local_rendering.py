@@ -102,7 +102,8 @@ class LocalRenderer(Generic[Rendering]):
     async def renders(self, requests: Sequence[ChatRequest]) -> bool:
         """Return whether this process renders these requests as the server does.
 
-        If the tools and template options of the last request are new, compare its rendering with the server's.
+        If the tools and template options of the last of these requests are new, its rendering is first compared with
+        the server's.
         """
         if not all(message.role in _ROLES for request in requests for message in request.messages):
             return False

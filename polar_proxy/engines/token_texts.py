@@ -1,4 +1,5 @@
-"""The texts of recorded tokens, from the files of the model that sampled them, or from an engine that serves it."""
+"""The texts of recorded tokens, from the files of the model that sampled them, or from an engine that serves this
+model."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ class NoTextsError(PolarError):
 async def token_texts(
     answers: Sequence[TokenIds], info: EngineInfo | None, settings: EngineSettings, engine: Engine | None = None
 ) -> list[list[str]]:
-    """Return the text of each token of the answers, with special tokens. A token that is part of a character is U+FFFD.
+    """Return the text of each token of the answers, with special tokens.
 
-    `info`: the engine that sampled the answers. `engine`: an entered engine, used if it serves the same model; if it
-    does not, the model's files or the engine of `settings` are used. Raises NoTextsError.
+    If a token is only a part of a character, its text is U+FFFD. `info`: the engine that sampled the answers. `engine`:
+    an entered engine, used if it serves the same model; if it does not, the model's files or the engine of `settings`
+    are used. Raises NoTextsError if the tokens cannot be decoded.
     """
     if info is None:
         raise NoTextsError("No engine sampled this call.")

@@ -35,7 +35,7 @@ class ExportProcesses:
         self._running: set[_ExportProcess] = set()
         self._places = asyncio.Semaphore(at_once)
         self._turn = asyncio.Lock()
-        """Held by the export that has a whole session in memory."""
+        """Lock of the export that has a whole session in memory."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -45,10 +45,10 @@ class ExportProcesses:
             await process.kill()
 
     async def export(self, form: str, report: ExportReport, **options: Any) -> AsyncGenerator[bytes]:
-        """Yield the rows of `export_lines` in pieces, which need not end where a line ends, and fill `report`.
+        """Yield the rows of `export_lines` in pieces of bytes, and fill `report`.
 
-        `options` are those of `export_lines`. Raises the errors of `export_lines`, and StoreError if the process ends
-        too early.
+        A piece need not end where a line ends. `options` are those of `export_lines`. Raises the errors of
+        `export_lines`, and StoreError if the process ends too early.
         """
         async with self._places:
             process = self._idle.pop() if self._idle else await _ExportProcess.start(self._url)

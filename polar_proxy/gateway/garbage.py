@@ -7,7 +7,7 @@ examines nothing for a long time and then everything.
 
 * Four times a second, the objects that were made since the last step are examined. Objects that are still in use at a
   step are not examined again before the next full collection. A busy gateway makes so many objects that a step would
-  take 60 ms if there were only one a second.
+  take 60 ms if steps came only once a second.
 * A full collection runs when no request is being answered, and at the latest after an hour. It is needed only for
   reference cycles that were still in use when a step examined them; a call leaves none
   (`tests/gateway/test_cyclic_garbage.py`).

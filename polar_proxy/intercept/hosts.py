@@ -1,7 +1,8 @@
 """A table of the hosts of model providers: which of their paths are model calls, and how other paths are answered.
 
-The first rule whose pattern matches the whole path decides. If Polar answers, a path without a rule is refused with
-status 404 (for an exception, see `ModelHost.others_pass`); the tested programs then treat the feature as switched off.
+The first rule whose pattern matches the whole path decides. If Polar answers in place of the provider, a path without a
+rule is refused with status 404 (for an exception, see `ModelHost.others_pass`); the tested programs then treat the
+feature as switched off.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from polar_proxy.errors import UsageError
 from polar_proxy.types import Json
 
 INTERCEPT_PREFIX = "/intercept/"
-"""Beginning of the gateway's path for an intercepted request, after `/s/KEY` if there is a key. HOST/PATH follows."""
+"""Prefix of the gateway's paths for intercepted requests: `/intercept/HOST/PATH`, or `/s/KEY/intercept/HOST/PATH` with
+a session's key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class ModelHost:
     """Known values of `*`, such as regions. In sandboxes, only the names with these values and those in the setting
     `gateway.model_hosts` are intercepted, because /etc/hosts has no patterns."""
     others_pass: bool = False
-    """Whether `polar intercept` sends requests that no rule matches to the host itself. True for a host that serves
-    more than models."""
+    """True for hosts that serve more than models: if no rule matches a request, `polar intercept` sends the request to
+    the host itself."""
 
     def names(self) -> tuple[str, ...]:
         """Return the full names of these hosts, with the known values of `*`."""

@@ -75,7 +75,7 @@ class HiddenTestsEvaluator(Evaluator):
         if not task.test_command:
             raise BadTaskError("test_command: required by the evaluator `tests`")
         if not (task.fail_to_pass or task.pass_to_pass):
-            raise BadTaskError("fail_to_pass: name at least one test here or in pass_to_pass; else any result passes")
+            raise BadTaskError("fail_to_pass: name a test here or in pass_to_pass; without a test, any result passes")
 
     @property
     def code_names(self) -> Iterable[str]:
@@ -140,7 +140,7 @@ class HiddenTestsEvaluator(Evaluator):
 
 @dataclass(frozen=True)
 class SwebenchEvaluator(Evaluator):
-    """Puts the tests of a benchmark of the SWE-bench family in place, runs them and grades the log.
+    """Puts the benchmark's tests in place, runs them, and grades the log as the SWE-bench family of benchmarks does.
 
     The reward is 1 if the task is resolved, else 0."""
 
@@ -161,9 +161,9 @@ class SwebenchEvaluator(Evaluator):
     def check(self, task: EvaluatedTask) -> None:
         own_parsers(self.parser)
         if not self.command and not self.eval_script:
-            raise BadTaskError("there is no command that runs the tests")
+            raise BadTaskError("command: give the command that runs the tests, or an eval_script")
         if not (task.fail_to_pass or task.pass_to_pass or self.expected):
-            raise BadTaskError("FAIL_TO_PASS: name at least one test here or in PASS_TO_PASS; else any result passes")
+            raise BadTaskError("FAIL_TO_PASS: name a test here or in PASS_TO_PASS; without a test, any result passes")
 
     @property
     def code_names(self) -> Iterable[str]:

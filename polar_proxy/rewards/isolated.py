@@ -47,7 +47,8 @@ load("polar_test_runner", "")
 
 @dataclass(frozen=True)
 class TestPlan:
-    """How the runner runs a task's tests. In the styles `unittest` and `pytest`, each group runs in its own process."""
+    """How the runner runs a task's tests. In the styles `unittest` and `pytest`, each of `groups` runs in its own
+    process."""
 
     __test__ = False
 

@@ -54,7 +54,8 @@ class SandboxInterception:
 
     @contextlib.asynccontextmanager
     async def serve(self, gateway: Gateway, sandbox: Sandbox, key: str) -> AsyncIterator[None]:
-        """Answer the model hosts inside a sandbox until the block ends. `key`: the key of the recording session."""
+        """Answer requests to the model hosts inside a sandbox until the block ends. `key`: the key of the recording
+        session."""
         authority = await self._authority()
         tls = await asyncio.to_thread(authority.server_context, self._hosts)
         listener = await sandbox.listen(HTTPS_PORT)

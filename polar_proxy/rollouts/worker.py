@@ -339,8 +339,8 @@ class Worker:
     async def _stop_group_if_complete(self, claim: Claim) -> None:
         """End the group if all its rollouts have ended.
 
-        If the group's policy makes it complete earlier, cancel its unfinished rollouts, or move them to other groups if
-        the option `overflow` is `keep`.
+        If the group's policy says that the group is complete before that, cancel the unfinished rollouts. If the
+        group's option `overflow` is `keep`, move them to other groups instead.
         """
         group_id = await self._store.rollouts.group_id(claim.rollout_id)  # the rollout may have moved to another group
         if await self._settle(group_id):

@@ -1,7 +1,7 @@
-"""Hashes of messages by meaning (16 bytes), and of conversations as chains of them.
+"""16-byte hashes of messages by their meaning, and of conversations as chains of message hashes.
 
 Two messages with the same meaning have the same digest, whatever their bytes; `NORMALISERS` lists the differences that
-are ignored. Ids of tool calls are not part of the meaning, because some harnesses make their own. They are kept with
+are ignored. Ids of tool calls are not part of the meaning, because some harnesses make their own. The ids are kept with
 the digest, to choose between conversations that mean the same.
 
 Neighbouring assistant messages count as one turn, because some dialects send text and tool calls as separate items, and
@@ -26,9 +26,9 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""For this many messages at the beginning of an assistant turn, the turn up to each message is hashed as one merged
-message. A separate request that ends with this message has the same key. Merging after every message of a long turn
-would take quadratic time."""
+"""For each of this many messages at the beginning of an assistant turn, the key is computed as if the conversation
+ended after this message: the turn's messages so far are merged into one. So a request that ends there has the same key.
+In a long turn, merging after every message would take quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""
@@ -40,7 +40,7 @@ _NO_WHITE_SPACE = {code: None for code in range(128) if chr(code).isspace()}
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """A kind of difference between messages that their hashes ignore.
+    """A kind of difference between messages that does not change their hashes.
 
     `pattern` finds the text to replace before hashing. Normalisers without a pattern are code in `MessageHasher`.
     """
@@ -172,7 +172,7 @@ class AssistantTurn:
 
 @dataclass(frozen=True, slots=True)
 class AnswerNode:
-    """An answer of a call, for the index of a session's calls."""
+    """An answer of a call, as the index of a session's calls keeps it."""
 
     end: bytes
     """Key of the conversation that ends with this answer."""
@@ -384,7 +384,8 @@ def _link(key: bytes, digest: bytes) -> bytes:
 
 
 def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> int:
-    """Return how many messages at the beginning of both are the same objects, rounded down to the beginning of a turn.
+    """Return how many messages at the beginning are the same objects in both conversations, rounded down to the
+    beginning of a turn.
 
     Hashing can start at the beginning of an assistant turn, because messages before it are neither merged nor compared
     with later ones.

@@ -35,12 +35,12 @@ class Rule:
     """Pattern in one of the first three user messages, which must be among the first eight messages (a summary may
     follow the user's own messages)."""
     last: str | None = None
-    """Pattern in the newest message, if it is a user message. For rules of CONTINUATIONS and MASKED: in a message
-    that is new or was changed."""
+    """Pattern in the newest message, if it is a user message. Rules of CONTINUATIONS and MASKED differ: their pattern
+    must be in a message that is new or was changed."""
     tools: bool | None = None
     """Whether the request has tools."""
     request_kind: str | None = None
-    """The harness's own name for the request, see `ClientMetadata.request`."""
+    """The harness's own name for this kind of request, such as `compaction`."""
 
 
 SIDE_CALLS = (

@@ -51,8 +51,8 @@ class BatchWriter(Generic[ItemT, ResultT]):
 
 
 def concerns_any_record(error: Exception) -> bool:
-    """Return whether the cause of this error is the database (locked, full or unreachable), so that any other record
-    would fail too."""
+    """Return whether the cause of this error is the database (locked, full or unreachable). Any other record would then
+    fail too."""
     cause = error.__cause__
     return isinstance(cause, OperationalError | PoolTimeout | OSError) or (
         isinstance(cause, DBAPIError) and cause.connection_invalidated

@@ -93,8 +93,8 @@ class DialogueUser:
     texts: tuple[str, ...] = ()
     """Messages of the user after the instruction, one after each turn of the agent."""
     persona: str | None = None
-    """Description of the user (who the user is, wants and knows) for the model that plays the user, if there are no
-    `texts`."""
+    """Description of the user for the model that plays the user: who they are, what they want and what they know. Given
+    instead of `texts`."""
 
 
 @dataclass(frozen=True)

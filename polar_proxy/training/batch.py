@@ -84,7 +84,7 @@ class TrainingSequence:
     versions: npt.NDArray[np.object_]
     """[n]: policy version that sampled a trained token; None where it is unknown, and where `trained` is False."""
     group_size: int
-    """Number of rollouts in its group, trained or not."""
+    """Number of rollouts in the sequence's group, trained or not."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ class StepStats:
     computed_tokens: int
     """Number of tokens put through the model, forward and backward, in one epoch; a shared prefix counts once."""
     flat_tokens: int
-    """Number of tokens if every sequence were computed by itself."""
+    """Number of tokens that would be put through the model if every sequence were computed by itself."""
     microbatches: int
     learning_rate: float
     grad_norm: float
@@ -53,7 +53,7 @@ class StepAccumulator:
     loss: float = 0.0
     losses: list[LossStats] = field(default_factory=list)
     kl: list[tuple[int, KlStats]] = field(default_factory=list)
-    """(number of trained tokens, statistics of the KL term) of each microbatch; empty without a reference."""
+    """For each microbatch: (number of trained tokens, statistics of the KL term). Empty without a reference."""
     observation_sum: float = 0.0
     """Cross-entropy of the observed tokens, summed."""
     observed: int = 0

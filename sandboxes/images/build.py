@@ -28,7 +28,8 @@ class BuildFailed(Exception):
 
 
 def engine_command() -> list[str]:
-    """Return the first words of every engine command. Raise `BuildFailed` if neither docker nor podman is installed.
+    """Return the words with which every docker or podman command begins. Raise `BuildFailed` if neither docker nor
+    podman is installed.
 
     Podman takes the same commands as docker, but it needs the address in DOCKER_HOST as an option.
     """

@@ -60,7 +60,7 @@ def test_reports_invalid_options() -> None:
         (("cancel", "roll_none"), "no job, group or rollout"),
         (("results", "job_none"), "no job job_none"),
         (("status", "--state", "tired"), "no job state 'tired'"),
-        (("reward", "roll_none", "much", "--source", "me"), "A reward is a number or `none`"),
+        (("reward", "roll_none", "much", "--source", "me"), "VALUE must be a number or `none`"),
         (("remark", "roll_none"), "Give --label, --note or --rating"),
         (("remark", "roll_none", "--label", "odd"), "no rollout roll_none"),
     ):

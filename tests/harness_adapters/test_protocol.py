@@ -38,7 +38,7 @@ def test_get_adapter_by_name_and_by_class() -> None:
         get_adapter("nothing")
     with pytest.raises(UnknownHarnessError, match="cannot load"):
         get_adapter("harness_adapters.nothing:At")
-    with pytest.raises(UnknownHarnessError, match=r"is not a harness adapter.*it lacks"):
+    with pytest.raises(UnknownHarnessError, match=r"is not a harness adapter.*lacks"):
         get_adapter("collections:OrderedDict")
 
 

@@ -18,8 +18,8 @@ _SAMPLES = 4
 
 
 def print_run(rows: Sequence[RolloutRow], task: str | None, url: str, db: str | None) -> None:
-    """Print the rollouts of a run of `task` (None: a repetition), and what to do next. `db` is the --db that was given,
-    if any."""
+    """Print the rollouts of a run, and what to do next. `task`: the task that `polar run` was given; None if the run
+    repeats a rollout. `db`: the --db that was given, if any."""
     numbers = ("reward", "calls", "trained", "s")
     cells = (
         (

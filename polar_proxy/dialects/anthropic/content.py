@@ -1,4 +1,4 @@
-"""Anthropic's messages as Polar's messages: the text that the model reads, in the order in which it reads it.
+"""Anthropic's messages as Polar's messages: the texts that the model reads, in the order in which the model reads them.
 
 * A user message with tool results becomes one `tool` message for each result, in order, and then one `user` message
   with the rest.

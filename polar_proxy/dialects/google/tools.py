@@ -1,7 +1,8 @@
 """Google's tools as OpenAI functions: declarations, their schemas, and the choice of the tools that the model may call.
 
 Source: https://ai.google.dev/api/caching#Tool and #Schema. Tools that Google would run itself (googleSearch,
-codeExecution, urlContext, ...) are listed and not offered: no engine here can run them.
+codeExecution, urlContext, ...) are not offered to the model, because no engine here can run them. `tools_of_provider`
+returns their names.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def parse_tool_choice(
     """Return (tools to offer, OpenAI's tool_choice).
 
     If `allowedFunctionNames` is not empty, the modes ANY and VALIDATED offer only the tools that it names, because
-    engines cannot restrict a choice to some of the offered tools. In all other respects VALIDATED is treated as AUTO,
-    because an engine enforces tool schemas in every request or in none.
+    engines cannot restrict a choice to some of the offered tools. In all other respects VALIDATED is treated as AUTO.
+    At Google, VALIDATED also enforces the tools' schemas; an engine here does this in every request or in none.
     """
     path = "toolConfig.functionCallingConfig"
     mode = (config.mode or "AUTO").upper()

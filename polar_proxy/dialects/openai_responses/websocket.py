@@ -2,9 +2,9 @@
 
 Source: the types `ResponsesClientEvent` and `ResponsesServerEvent` of the `openai` SDK.
 
-The answer is always streamed. With `generate: false` it is a warm-up: nothing is sampled, and a later request may name
-its id in `previous_response_id`. Refused: other events (`response.steer`), `stream_id` (several answers at a time on
-one WebSocket), `background`, and `stream: false`.
+The answer is always streamed. A request with `generate: false` is a warm-up: nothing is sampled, and a later request
+may name the warm-up's response id in `previous_response_id`. Refused: other events (`response.steer`), `stream_id`
+(several answers at a time on one WebSocket), `background`, and `stream: false`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.types import Json
 
 _ENVELOPE = ("type", "generate")
-"""Fields that the body of an HTTP request does not have."""
+"""Fields of `response.create` that the body of an HTTP request does not have."""
 
 
 class ResponsesWebSocketDialect(OpenAIResponses):

@@ -5,11 +5,11 @@ Every answer is sampled by `/completion` from token ids. A conversation is first
 Hermes format; `probe.py` finds out whether the model's template writes tool calls in this format.
 
 The stream of a llama-server leaves out tokens that end within a character (llama.cpp's `process_token`). Each chunk
-says how many tokens were sampled, which shows such a gap. The chunk after a gap has the bytes of the whole character,
-which the missing tokens must spell. If only one sequence of tokens spells these bytes, the stream is closed, the
-log-probabilities of the missing tokens are requested, and a new request samples the rest of the answer, from the same
-distribution. If the missing tokens cannot be determined, or `max_tokens` ends the answer within a character, they are
-recorded as unknown, so that the call is not trained.
+says how many tokens were sampled, which shows such a gap. The text of the chunk after a gap is that of the missing
+tokens and of the chunk's own token together. If only one sequence of tokens has the missing part of this text, the
+stream is closed, the log-probabilities of the missing tokens are requested, and a new request samples the rest of the
+answer, from the same distribution. If the missing tokens cannot be determined, or `max_tokens` ends the answer within a
+character, they are recorded as unknown. A call with unknown tokens is not trained.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
     # Scoring
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Implement `Engine.score` by one request for each token, which a bias makes the server sample.
+        """Implement `Engine.score` by one request for each token, with a bias that makes the server sample this token.
 
         This is needed because llama.cpp returns no log-probabilities of a prompt. Each request costs the server one
         new token, because the tokens before it are in its cache.
@@ -307,7 +307,8 @@ class LlamaCppEngine(LocallyRenderingEngine):
 
 
 def _with_used_tools(request: ChatRequest) -> ChatRequest:
-    """Remove the tools from a request if the model must not use them, because the template would show them to it."""
+    """Remove the tools from a request if the model must not use them. Otherwise the template would show the tools to
+    the model."""
     return request if uses_tools(request) else replace(request, tools=())
 
 

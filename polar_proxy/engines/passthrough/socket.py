@@ -18,7 +18,7 @@ _OPEN_SECONDS = 30.0
 
 
 class _Connect(connect):
-    """A connection attempt that follows no redirect: the request with the agent's key goes to its host only."""
+    """A connection attempt that follows no redirect, so that the agent's key is sent to no other host."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
         return exc
@@ -27,7 +27,7 @@ class _Connect(connect):
 class ProviderWebSocket:
     """A WebSocket to a provider, one for each WebSocket of an agent. Call `close` when the agent's WebSocket ends.
 
-    It is connected by `open`, or else by the first `exchange`.
+    `open` connects this WebSocket. If `open` was not called, the first `exchange` does so.
     """
 
     def __init__(self) -> None:

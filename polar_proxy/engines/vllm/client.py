@@ -280,8 +280,8 @@ def text_body(request: TextRequest, *, stream: bool) -> Json:
 def exact_body(request: ChatRequest, prompt: TokenIds, context_length: int, *, stream: bool) -> Json:
     """Return the body for `/v1/completions` that samples the answer to a chat from exactly these prompt ids.
 
-    The body always has `max_tokens`, because without it a completion ends after 16 tokens, but a chat only at the end
-    of the context.
+    The body always has `max_tokens`: without this field, a completion would end after 16 tokens, whereas a chat ends
+    only at the end of the context.
     """
     room = context_length - prompt.size
     if room < 1:

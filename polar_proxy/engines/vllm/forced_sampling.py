@@ -199,7 +199,7 @@ class ForcedSampling:
     async def force_tags(self, tags: Sequence[tuple[str, str]], frame: Json) -> list[ForcedAnswer]:
         """Sample one answer for each of these pairs of tags, with a letter as the reasoning between the tags.
 
-        Returns only the answers in which the server really sampled this.
+        Returns only the answers in which the server really sampled these tokens.
         """
 
         async def force(start: str, end: str) -> ForcedAnswer | None:
@@ -214,7 +214,7 @@ class ForcedSampling:
     async def read_back(self, answers: list[ForcedAnswer], opened: list[int]) -> tuple[list[ForcedAnswer], bool]:
         """Return the answers with their decoded texts, and whether completions show special tokens by default.
 
-        The latter matters because the tags of reasoning and tool calls are special tokens in some models. All ids are
+        The default matters because the tags of reasoning and tool calls are special tokens in some models. All ids are
         decoded in one request, separated by end-of-turn tokens. Raises CannotContinueError if the texts cannot be
         separated, or if the text of a completion is not the decoding of its ids.
         """
@@ -239,10 +239,10 @@ class ForcedSampling:
 async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
     """Return whether the chat route samples requests with tools under a grammar of the server's own.
 
-    The server allows its grammar as an alternative to the request's (`--tool-strict-level function`), or in place of
-    the request's (GLM's and Cohere's parsers). So this function sends a request with tools and a grammar that allows
-    one text only, and looks at the most likely tokens where that text begins. If the text is not sampled, the request
-    is sent again without tools. Returns True in three cases:
+    Such a server applies its own grammar as an alternative to the request's grammar (`--tool-strict-level function`),
+    or in place of the request's grammar (GLM's and Cohere's parsers). So this function sends a request with tools and a
+    grammar that allows one text only, and looks at the most likely tokens where that text begins. If the text is not
+    sampled, the request is sent again without tools. Returns True in three cases:
 
     * With tools, the text is sampled, but a second token was allowed where it begins.
     * With tools, the text is not sampled, but without tools it is.
@@ -266,10 +266,9 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
 async def _forced_and_allowed(
     client: VllmClient, form: OwnForm, unwanted: Sequence[int], frame: Json, *, renders: bool
 ) -> tuple[bool, list[bool]]:
-    """Make the server sample `form`. Return whether it did, and a list about the position where the grammar begins.
-
-    The list has one element for each of the likeliest tokens there: whether the server allowed the token. The list is
-    empty if the server refuses the request.
+    """Make the server sample `form`. Return whether the server did so, and which tokens the server allowed where the
+    grammar begins: a list of booleans, one for each of the likeliest tokens at this position. The list is empty if the
+    server refuses the request.
     """
 
     async def render(messages: list[Json], generation: bool) -> list[int]:

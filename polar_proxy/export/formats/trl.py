@@ -132,8 +132,8 @@ def recorded_reward(completions: Sequence[Any], reward: Sequence[float | None], 
 def recorded_ratios(trainer: type[Any]) -> type[Any]:
     """Return a subclass of GRPOTrainer that computes importance ratios with the *recorded* log-probabilities.
 
-    TRL itself computes the old log-probabilities with the trainer's weights before the step. That treats all answers as
-    if these weights had sampled them, although recorded answers may come from older weights. (TRL corrects the
+    TRL itself computes the old log-probabilities with the trainer's weights before the step. So TRL treats all answers
+    as if these weights had sampled them, although recorded answers may come from older weights. (TRL corrects the
     difference only in its vLLM mode, with an additional importance weight.)
     """
 

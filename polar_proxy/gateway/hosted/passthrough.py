@@ -80,8 +80,8 @@ def _read_items(dialect: Dialect, tools: bytes | None, items: list[Json]) -> Seq
 def parse_for_record(
     dialect: Dialect, body: Json, previous: ParsedRequest | None, history: ProviderHistory
 ) -> ParsedRequest:
-    """Return the parsed body of a request that is passed on. It always has one call, and its encoder returns the
-    provider's own bytes.
+    """Return the parsed body of a request that is passed on. The result has exactly one engine request, and its encoder
+    returns the provider's own bytes.
 
     `history`: the recorded calls that the body refers to by the provider's ids.
     """
@@ -108,9 +108,10 @@ def parse_for_record(
 
 
 def answered_by_polar(request: RequestContext) -> RequestContext:
-    """Return a request, which would be passed on to its provider, as a request that Polar itself answers.
+    """Turn a request that would be passed on to its provider into a request that Polar answers itself.
 
-    Raises BudgetSpentError if Polar could not read the request, because then it cannot answer in the request's dialect.
+    Raises BudgetSpentError if Polar could not parse the body, because Polar then cannot answer in the request's
+    dialect.
     """
     own_encoder = request.parsed.own_encoder
     if own_encoder is None:
@@ -119,8 +120,8 @@ def answered_by_polar(request: RequestContext) -> RequestContext:
 
 
 def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
-    """Return a request for a body that Polar cannot parse: each message is its JSON text. Raises RequestError if the
-    body cannot be written as JSON again."""
+    """Return the record of a body that Polar cannot parse: the JSON text of each message takes the message's place.
+    Raises RequestError if the body cannot be written as JSON again."""
     name, readable = _MESSAGES[dialect.name]
     given = body.get(name)
     items = given if isinstance(given, list) else [] if given is None else [given]

@@ -7,9 +7,10 @@ recorded with the messages and answers that the ids stand for. The body is sent 
 Promises:
 
 * A session's calls are joined to its own calls only.
-* A history is complete if each id was found and each answer could be read. A conversation is known only if Polar passed
-  on the request that created it, and no later request that adds or deletes its items (`ConversationRoutes`). A stored
-  prompt (`prompt`) is never known, so a body that names one has no complete history.
+* A history is complete if each id was found and each answer could be read. A conversation is known under two
+  conditions: Polar passed on the request that created it, and passed on no later request that only adds or deletes
+  items (`ConversationRoutes`). A stored prompt (`prompt`) is never known, so a body that names one has no complete
+  history.
 * If the store fails, the history is incomplete, and the request is passed on.
 """
 
@@ -36,7 +37,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ReadCalls = Callable[[SessionState, Collection[str]], Awaitable[list[CallRecord]]]
-"""Returns the given calls that the session recorded. Raises StoreError, and RequestError if they are too large."""
+"""Returns those of the given calls that the session recorded. Raises StoreError, and RequestError if the calls are too
+large."""
 KnownAnswers = Callable[[SessionState, Collection[str]], Awaitable[dict[str, ReferencedCall]]]
 """Returns the answers of the given calls of the session, as far as they are in memory. Raises StoreError."""
 

@@ -28,12 +28,12 @@ from polar_proxy.types import ChatRequest, EngineRequest, Message, ProviderTurn,
 log = logging.getLogger(__name__)
 
 _TurnKey = tuple[str, str]
-"""(session id, id of the first tool call)"""
+"""Key of a signed answer: (session id, id of the answer's first tool call)."""
 
 
 class ProviderTurns:
     def __init__(self, store: Store, monitor: StoreMonitor, size: int) -> None:
-        """`size`: bytes of memory for signed answers. Those that do not fit are read from the store."""
+        """`size`: bytes of memory for signed answers. Answers that do not fit are read from the store."""
         self._store = store
         self._monitor = monitor
         self._turns: LRUCache[_TurnKey, ProviderTurn] = LRUCache(size, lambda turn: len(orjson.dumps(turn)))
@@ -61,7 +61,8 @@ class ProviderTurns:
     async def _load(self, session_id: str) -> None:
         """Read the session's signed answers from the store.
 
-        They are not in memory if another gateway or an earlier process recorded them, or if the cache dropped them.
+        Signed answers are not in memory if another gateway or an earlier process recorded them, or if the cache dropped
+        them.
         """
         try:
             calls = await self._monitor.run(partial(self._store.calls.with_provider_turns, session_id))

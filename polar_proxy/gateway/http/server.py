@@ -185,7 +185,7 @@ class Gateway:
         """Wait until no gateway of the database is answering a call of this session.
 
         Waits at most `timeout` seconds for this gateway, and then as long again for the others. Raises TimeoutError if
-        calls are left then, because they still run or because their gateway is dead.
+        open calls are left after that: they still run, or their gateway is dead.
         """
         await self.sessions.idle(session_id, timeout)
         if self._in_flight is not None and await self._in_flight.wait(session_id, timeout):
@@ -236,7 +236,8 @@ class Gateway:
         return budget.spent
 
     def refusal(self, session_id: str) -> str | None:
-        """Return why a session's last call was refused or broken off because it could not be recorded, or None."""
+        """Return why a session's last call could not be recorded and was therefore refused or broken off. None if the
+        call was recorded, or if the session is not in memory."""
         return self.sessions.refusal(session_id)
 
     async def request_fault(self, session_id: str) -> str | None:

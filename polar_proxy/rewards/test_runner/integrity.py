@@ -57,7 +57,8 @@ class Integrity:
         return False
 
     def _watch_assertions(self) -> None:
-        """Make unittest's assertions record whether an argument equals a new, unrelated object and thus any object."""
+        """Make unittest's assertions record whether an argument equals a new object that it cannot know. Such an
+        argument equals any object."""
 
         def watched(assertion: Any) -> Any:
             @functools.wraps(assertion)
@@ -108,7 +109,7 @@ class Integrity:
 
 
 def _library_functions() -> Iterator[tuple[Any, str, Any, Any]]:
-    """Yield (owner, name, object, code) for everything callable in the test libraries and in `builtins`."""
+    """Yield (owner, name, object, code) for everything callable in the test libraries, `builtins` and `operator`."""
     names = sorted(name for name in sys.modules if name.partition(".")[0] in _LIBRARIES)
     modules = [module for module in map(sys.modules.get, names) if module is not None]
     classes = {

@@ -5,9 +5,9 @@ sets. If any node has this resource, only nodes with this resource are used, bec
 purpose. If no node has this resource, every node is used for as many agents as its processors and its memory allow
 (`agent_capacity`).
 
-**Scoring tasks.** A scoring task gets the agent's patch and its task, and returns a score; its sandbox is opened and
-closed on the node that Ray chose. The rollout stays with the node that ran its agent, and only that node writes to the
-store about it.
+**Scoring tasks.** A scoring task gets a task and the agent's patch, and returns a score. The sandbox for scoring is
+opened and closed on the node that Ray chose. The rollout stays with the node that ran its agent, and only this node
+writes the rollout's records to the store.
 
 Importing this module does not import Ray.
 """
@@ -81,7 +81,7 @@ class NodePlan:
 def agent_capacity(cpus: float, memory: float) -> int:
     """Return how many agents fit into this number of processors and bytes of memory.
 
-    Two agents share a processor, because an agent mostly waits for the model; each has its own memory."""
+    Two agents share a processor, because an agent mostly waits for the model. Each agent has its own memory."""
     return min(int(2 * cpus), int(memory // SANDBOX_BYTES))
 
 
@@ -136,9 +136,9 @@ class NodeState:
     """The report of a node about itself."""
 
     worker: str
-    """The name of its worker in the queue."""
+    """Name of the node's worker in the queue."""
     url: str
-    """The URL of its gateway."""
+    """URL of the node's gateway."""
     digest: str
 
 

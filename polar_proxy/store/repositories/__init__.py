@@ -1,1 +1,1 @@
-"""Repositories: the queries on a few related tables each."""
+"""Repositories. Each has the queries on a few related tables."""

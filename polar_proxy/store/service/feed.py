@@ -5,7 +5,7 @@ Promises, for any number of consumers and processes on one database:
 * A group has at most one open lease; a unique index enforces it.
 * A lease that is neither acknowledged nor extended in time expires, and the group is offered again.
 * A group whose staleness exceeds the consumer's limit or the group's own limit is dropped, never delivered.
-* An unfinished group that is already too stale is dropped: `drop_stale` runs before rollouts are claimed.
+* An unfinished group that is already too stale is dropped before any more rollouts are claimed (`drop_stale`).
 
 The staleness of a group is the trainer's policy version minus the lowest policy version at which one of its rollouts
 was claimed. Rollouts that failed or were cancelled do not count.
@@ -93,8 +93,8 @@ class FeedRepository(Repository):
         """Lease up to `limit` finished groups, oldest first, for `seconds`.
 
         If `policy_version` is a whole number, groups with a limit (`max_staleness` or their own) are checked first: a
-        group is dropped, not leased, if its staleness exceeds a limit or is unknown. Without such a version no group is
-        dropped, and UsageError is raised if `max_staleness` is given.
+        group is dropped, not leased, if its staleness exceeds a limit or is unknown. If `policy_version` is not a whole
+        number, no group is dropped, and UsageError is raised if `max_staleness` is given.
         """
         now = time.time()
         current = _number(policy_version)

@@ -77,10 +77,10 @@ def sort_by_prefix(sequences: Sequence[Ids]) -> tuple[list[int], list[int]]:
 def build_tree(sequences: Sequence[Ids]) -> PrefixTree:
     """Return the tree in which every prefix that is equal token for token is stored once.
 
-    Sequences are integer arrays with ids from 0 to 2^32 - 1. Raises ValueError for an empty one.
+    Sequences are integer arrays with ids from 0 to 2^32 - 1. Raises ValueError for an empty sequence.
     """
     if empty := [index for index, sequence in enumerate(sequences) if len(sequence) == 0]:
-        raise ValueError(f"sequences without a token: {empty}")
+        raise ValueError(f"the sequences with these indices are empty: {empty}")
     order, shared = sort_by_prefix(sequences)
     paths: list[IntArray] = [np.zeros(0, dtype=np.int64)] * len(sequences)
     tokens: list[Ids] = []
@@ -144,7 +144,7 @@ class TemperatureScores:
 
 
 def by_temperature(logits: Tensor, targets: Targets, temperatures: Tensor) -> Iterator[TemperatureScores]:
-    """Yield the scaled logits for each temperature of the targets. Usually all targets have the same one."""
+    """Yield the scaled logits for each temperature of the targets. Usually all targets have the same temperature."""
     row_of = torch.from_numpy(targets.row_of)
     for temperature in torch.unique(temperatures).tolist():
         here = torch.nonzero(temperatures == temperature).squeeze(1)

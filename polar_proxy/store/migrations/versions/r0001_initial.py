@@ -32,7 +32,8 @@ def upgrade() -> None:
 
 
 def _iso(column: str, dialect: str) -> str:
-    """Return SQL for seconds since the epoch as 2026-01-31T12:00:00.123Z, truncated to milliseconds."""
+    """Return SQL that writes a column of seconds since the epoch as 2026-01-31T12:00:00.123Z, truncated to
+    milliseconds."""
     if dialect == "sqlite":
         return (
             f"strftime('%Y-%m-%dT%H:%M:%S', CAST({column} AS INTEGER), 'unixepoch')"
