@@ -1,7 +1,7 @@
-"""Codex CLI (https://github.com/openai/codex): a native program that speaks Responses.
+"""Codex CLI (https://github.com/openai/codex): a native program that speaks the Responses API.
 
-Its endpoint is a custom provider in `config.toml`, because the built-in provider tries a WebSocket first and ignores
-`OPENAI_BASE_URL`.
+The endpoint is set as a custom provider in `config.toml`, because Codex's built-in provider tries a WebSocket first and
+ignores `OPENAI_BASE_URL`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ class CannotEnterNamespace(SandboxError):
 
 
 def listen(pid: int, ident: str, port: int) -> socket.socket:
-    """Bind 127.0.0.1:`port` in the network namespace of `pid`, a process of sandbox `ident`. Blocking; needs root."""
+    """Return a socket that listens on 127.0.0.1:`port` in the network namespace of `pid`, a process of sandbox `ident`.
+    Blocking; needs root."""
     _check(pid, ident)
     try:
         # In a new thread, which then ends: setns changes the calling thread permanently.
@@ -48,7 +49,8 @@ def _check(pid: int, ident: str) -> None:
     """Raise `CannotEnterNamespace` if no process of the sandbox has this pid on this machine, or if the environment of
     the process cannot be read.
 
-    If the engine runs on another machine or in another process namespace, this pid belongs to some other process here.
+    If the Docker engine runs on another machine or in another process namespace, this pid belongs to some other process
+    here.
     """
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

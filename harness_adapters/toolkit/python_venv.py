@@ -51,7 +51,8 @@ class VenvPackage:
     extra_requirements: tuple[str, ...] = ()
     """pip requirements besides the package."""
     pythons: tuple[str, ...] = ()
-    """Minor versions that the package runs on, best first; empty: it gets the Python that runs Polar."""
+    """Minor versions that the package runs on, best first. If there are none, the environment gets the Python that runs
+    Polar."""
 
     @property
     def package(self) -> str:
@@ -118,7 +119,7 @@ class VenvHarness(VenvPackage, ConnectableHarness):
 
 
 def _interpreter_mounts(folder: Path) -> tuple[Path, ...]:
-    """Return the folders of the base interpreter outside /usr, which sandboxes must mount additionally."""
+    """Return the base interpreter's folders that are not below /usr. Sandboxes must mount them, too."""
     settings = dict(line.split(" = ", 1) for line in (folder / "pyvenv.cfg").read_text().splitlines() if " = " in line)
     base = Path(settings["home"]).parent
     roots = {base, base.resolve(), (folder / "bin" / "python").resolve().parent.parent}
@@ -134,7 +135,9 @@ def find_python(minors: Sequence[str], cache_root: Path) -> Path | None:
 
 
 def ensure_python(minors: Sequence[str], cache_root: Path) -> Path:
-    """Like `find_python`, but fetch `minors[0]` into the cache if there is none. Raises `InstallError`."""
+    """Like `find_python`, but if no interpreter is found, fetch `minors[0]` into the cache.
+
+    Raises `InstallError` if the interpreter cannot be fetched or does not start."""
     found = find_python(minors, cache_root)
     if found is not None:
         return found

@@ -65,8 +65,8 @@ async def pause_service(context: Context, body: m.ServicePauseRequest = m.Servic
 
 @trainer.post("/service/resume", tags=["service"])
 async def resume_service(context: Context, body: m.ServiceResumeRequest = m.ServiceResumeRequest()) -> m.ServiceState:
-    """End the pause or drain that was started with the `scope` of this request. A server that was paused on its own
-    stays paused when all servers are resumed."""
+    """End a pause or a drain that was requested with the same `scope`. A server that was paused on its own stays paused
+    when all servers are resumed."""
     if body.scope == "all":
         await context.store.fleet.update(_WORKING)
         context.wake()
@@ -218,7 +218,8 @@ async def _engine_state(engine: Engine, service: RolloutService | None = None) -
 
 
 class ServiceCollector(Collector):
-    """Prometheus collector: the groups of the feed by state; stages and sandbox pool of the rollout service, if any."""
+    """Prometheus collector of the feed's groups by state. If the server has a rollout service, also of its rollouts in
+    flight, its stages and its sandbox pool."""
 
     def __init__(self, service: RolloutService | None, feed_depth: Callable[[], dict[str, int]]) -> None:
         self._service = service

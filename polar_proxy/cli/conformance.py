@@ -79,9 +79,9 @@ def conformance(
     Writes conformance.md and conformance.json; harnesses that are not run keep their rows there. Most checks need the
     scripted engine. The exit code is 0 if no check failed and no call was lost or recorded twice.
 
-    With --fidelity, the engine gives answers that agents and chat templates often change, so that later prompts differ
-    from the sampled tokens (drift). The agents run in both prompt modes, and the training sequences that drift splits
-    are counted. With --out-dir, fidelity.md and fidelity.json are written. The exit code is 0 if every run was
+    With --fidelity, the engine gives answers that many agents and chat templates send back altered. Later prompts then
+    differ from the sampled tokens (drift). The agents run in both prompt modes, and the training sequences that drift
+    splits are counted. With --out-dir, fidelity.md and fidelity.json are written. The exit code is 0 if every run was
     possible, every sampled token was counted, and drift split no sequence in continue mode.
     """
     from polar_proxy.conformance.report import CONFORMANCE, FIDELITY
@@ -141,7 +141,9 @@ def _find_adapters(names: list[str]) -> NamedAdapters:
     found = [find_adapter(name) for name in names]
     for adapter, _ in found:
         if adapter.info.intercepted:
-            raise UsageError(f"{adapter.name} cannot be measured: its calls have to be intercepted.")
+            raise UsageError(
+                f"{adapter.name} cannot be measured, because its calls have to be intercepted. Leave it out."
+            )
     return found
 
 
@@ -202,7 +204,7 @@ def drift(
         typer.Option(
             "--awkward",
             help="Have the engine give answers that many agents and chat templates send back altered. vllm needs a "
-            "plugin for it (scripts/fidelity.sh).",
+            "plugin to do so (scripts/fidelity.sh).",
         ),
     ] = False,
     sandbox: options.Sandbox = "auto",

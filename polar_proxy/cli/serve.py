@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RAY_EXIT_SECONDS = 2.0
-"""Seconds to wait after the end of Ray until its worker processes have ended too. Only then can their sandboxes be
-removed as orphans."""
+"""Seconds to wait after Ray has ended, because Ray's worker processes end a little later. Only after their end can the
+sandboxes of these processes be removed as orphans."""
 
 
 class NodeEndedError(PolarError):
@@ -222,8 +222,8 @@ def node(
 ) -> None:
     """Add this machine to a Ray cluster until stopped.
 
-    `polar serve --executor ray` then runs a gateway, agents and evaluators here too. If the engine has another address
-    on this machine, set POLAR_ENGINE__URL or polar.toml here.
+    `polar serve --executor ray` then runs a gateway, agents and evaluators here too. If this machine reaches the engine
+    at another address, set this address here: by POLAR_ENGINE__URL, or by `engine.url` in polar.toml.
     """
     run_async(_join_cluster(ray_address, sandboxes, scoring, ray_options or []))
 

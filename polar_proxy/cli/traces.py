@@ -146,7 +146,8 @@ def audit(
         str | None, typer.Option(help="Policy version of the engine's weights, if the engine does not report it.")
     ] = None,
     same_model: Annotated[
-        bool, typer.Option("--same-model", help="Accept the engine's model even if its name or template differs.")
+        bool,
+        typer.Option("--same-model", help="Accept traces whose model name or chat template differs from the engine's."),
     ] = False,
     tolerance: Annotated[
         float,

@@ -61,7 +61,8 @@ def grpo(
     weights: Annotated[
         str | None,
         typer.Option(
-            help="Folder of the weights to start from. Required for vllm. Default for local: the weights it serves."
+            help="Folder of the weights to start from. Required for vllm. Default for local: the weights "
+            "that the engine serves."
         ),
     ] = None,
     rollout_options: Json,
@@ -125,7 +126,8 @@ def grpo(
 
 
 def _read_run_file(path: Path | None) -> tuple[Json, Json]:
-    """Return the table [grpo] of a run's file, and its other tables by name. Raises UsageError."""
+    """Return the table [grpo] of a run's file, and the file's other tables by name. Raises UsageError if the file
+    cannot be read or has an unknown table."""
     from polar_proxy.training.config import read_toml
 
     if path is None:
@@ -179,7 +181,7 @@ def write_adapter(
 ) -> None:
     """Write a LoRA adapter that does not change the model.
 
-    Start vLLM with it before a training run that sends new versions of its adapter to the server.
+    Start vLLM with this adapter before a training run that sends new versions of the adapter to vLLM.
     """
     from polar_proxy.engines.factory import POLAR_TINY
     from polar_proxy.training.config import LoraSettings

@@ -77,7 +77,8 @@ class RecordingProxy:
         await self.close_connections()
 
     async def serve_on(self, listener: socket.socket) -> None:
-        """Listen on one more socket, such as one inside a sandbox's network. The proxy closes it."""
+        """Listen on one more socket, such as one inside a sandbox's network. The socket is closed at the end of the
+        proxy."""
         self._servers.append(await asyncio.start_server(self._accept, sock=listener))
 
     async def close_connections(self) -> None:

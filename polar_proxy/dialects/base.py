@@ -63,10 +63,11 @@ class AnswerChoice(AssistantDraft):
     stop_sequence: str | None = None
     provider_turn: ProviderTurn | None = None
     versions: list[tuple[int, str]] = field(default_factory=list)
-    """(position of the first token, policy version) of each run of tokens that were sampled under one version."""
+    """Pairs (position of the first token, policy version), one for each run of tokens that were sampled under one
+    version."""
     reasoning_tokens: int | None = None
     """Number of tokens up to the end of the reasoning. None if there is no reasoning, if the engine reports no token
-    ids, or if the event with the end of the reasoning also held text or tool calls."""
+    ids, or if the last reasoning came in the same event as text or tool calls."""
 
     def add(self, event: SampleEvent) -> None:
         if event.text:
@@ -205,7 +206,8 @@ class Encoder(ABC):
 
     @abstractmethod
     def end(self, answers: list[Answer]) -> bytes:
-        """Return the closing bytes of the stream: finish reasons, usage, end marker. Sent after the commit."""
+        """Return the closing bytes of the stream: finish reasons, usage, end marker. They are sent after the call was
+        committed to the store."""
 
     @abstractmethod
     def respond(self, answers: list[Answer]) -> bytes:
@@ -220,7 +222,7 @@ class Encoder(ABC):
         raise NotImplementedError("this dialect has no warm-ups, that is, requests that sample nothing")
 
     def unfinished(self, status: str) -> bytes:
-        """Return the response body of an answer that is sampled in the background."""
+        """Return the response body of a background answer that is not complete yet."""
         raise NotImplementedError("this dialect cannot sample an answer in the background, after its request has ended")
 
 
@@ -231,7 +233,7 @@ class ParsedRequest:
     requests: tuple[EngineRequest, ...]
     stream: bool
     messages: tuple[tuple[bytes, ...], ...]
-    """The messages of each of `requests`; each message as the JSON bytes to store."""
+    """The messages of each of `requests`. Each message is the JSON bytes to store."""
     tools: bytes | None
     params: Json
     """The other fields of the body, to store."""
@@ -306,7 +308,8 @@ class Dialect(ABC):
         return References()
 
     def referenced_conversation(self, body: Json) -> str | None:
-        """Return the id of the stored conversation that `body` continues and adds to. Raises RequestError."""
+        """Return the id of the stored conversation that `body` continues and adds to; None if `body` names none. Raises
+        RequestError for a malformed id."""
         return None
 
     def write_out_references(
@@ -339,7 +342,8 @@ class Dialect(ABC):
         return {**params, **self.message_fields([orjson.loads(message) for message in messages]), **stored_tools}
 
     def check_length(self, request: EngineRequest, engine: EngineInfo) -> None:
-        """Refuse a request for more tokens than the model's answers can have, if this dialect's provider does so, too.
+        """Refuse a request for more tokens than the model's answers can have, if this dialect's provider refuses such
+        requests.
 
         Raises RequestError. By default nothing is refused, and the answer ends at the model's limit.
         """

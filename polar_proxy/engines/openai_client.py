@@ -68,7 +68,7 @@ class OpenAIClient:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.thread = OffloadThread("polar-engine-requests")
         self.opened = False
-        """True while the engine is entered. Requests are sent only then."""
+        """True while the engine's `async with` block runs. Requests are sent only then."""
         self.name = f"The engine at {self.url}"
         """Name of the server in error messages."""
         self._key = api_key
@@ -102,10 +102,10 @@ class OpenAIClient:
         With `large`, the body is encoded in a separate thread. `fields`: further header fields, each with its line
         break.
 
-        A server may close an idle connection just when the request is written to it. If the connection closes without
-        an answer within RETRY_WITHIN_SECONDS, the request is sent once more. But if the server may have received some
-        of a sampling request (`samples`), EngineDroppedError is raised instead, because the server may have sampled an
-        answer, which has to be recorded as a call.
+        A server may close an idle connection just when the request is written to it. So if the connection closes before
+        an answer comes, less than RETRY_WITHIN_SECONDS after the start, the request is sent once more. A sampling
+        request (`samples`) of which the server may have received some bytes is not sent again, because the server may
+        have sampled an answer, which has to be recorded as a call. EngineDroppedError is raised then.
         """
         if not self.opened:
             raise not_open()
@@ -243,7 +243,8 @@ def server_message(message: Message) -> Json:
     Servers refuse a conversation in which the arguments of a tool call are not JSON, even if their own model wrote
     these arguments. Such arguments are sent as a JSON string, which servers accept and templates print unchanged.
     Reasoning is sent under both of its names, `reasoning` and `reasoning_content`: the chat route of vLLM accepts
-    either, but its `/tokenize` (0.32) drops the second; older and other servers accept only the second.
+    either, but vLLM's `/tokenize` (0.32) drops `reasoning_content`; older and other servers accept only
+    `reasoning_content`.
     """
     out = message.to_openai()
     if message.reasoning is not None:
@@ -271,7 +272,7 @@ class ServerEngine(Engine):
 
     @abstractmethod
     async def _connect(self) -> EngineInfo:
-        """Find out what the server can do. Raises EngineError if it cannot be used."""
+        """Find out what the server can do. Raises EngineError if the server cannot be used."""
 
     @property
     def info(self) -> EngineInfo:

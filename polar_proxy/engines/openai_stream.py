@@ -300,7 +300,7 @@ def _chat_entries(logprobs: Json) -> Sequence[Json]:
 
 
 def tool_delta(call: Json, position: int) -> ToolDelta:
-    """Return a delta of a tool call. `position` is its index if the server sent none."""
+    """Return a delta of a tool call. `position` is used as the tool call's index if the server sent none."""
     function = call.get("function") or {}
     return ToolDelta(
         index=call.get("index", position),

@@ -4,7 +4,7 @@ It reads lines of JSON: first {"url"} of the database, then for each export the 
 with lines of JSON:
 
 {"rows": N}          N bytes of rows follow
-{"turn": "wanted"}   it waits for {"turn": "given"} before it reads a session into memory
+{"turn": "wanted"}   the process waits for {"turn": "given"} before it reads a session into memory
 {"turn": "over"}     the session is no longer in memory
 {"report": ...}      the export is complete (`ExportReport`)
 {"refused": text}    the options are invalid

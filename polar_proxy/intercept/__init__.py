@@ -1,6 +1,6 @@
 """Interception: the gateway also answers the model calls of programs whose endpoint cannot be set.
 
-    hosts.py         the model hosts: their paths, dialects, and what happens to their other paths
+    hosts.py         the model hosts: the paths of their model calls, and what happens to their other paths
     certificates.py  the certificate authority of this machine, and what programs need in order to trust it
     variables.py     the environment of an intercepted program
     proxy.py         installs and runs mitmproxy

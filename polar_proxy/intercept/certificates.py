@@ -160,8 +160,8 @@ def _write_trust_files(authority: CertificateAuthority) -> None:
 
 
 def _readable(pem: bytes) -> list[x509.Certificate]:
-    """Return the certificates in a bundle, except those that the library rejects or warns about (bad serial
-    numbers)."""
+    """Return the certificates in a bundle, except certificates that the library `cryptography` rejects or warns about
+    (bad serial numbers)."""
     end = b"-----END CERTIFICATE-----"
     found = []
     for part in pem.split(end)[:-1]:

@@ -116,7 +116,7 @@ async def exclude_orphaned_calls(store: Store, rollout_id: str) -> None:
 
 
 async def exclude_earlier_attempts(store: Store, rollout_id: str, session_id: str) -> None:
-    """Exclude the calls of all attempts except that of `session_id`.
+    """Exclude the calls of all attempts except the attempt with the session `session_id`.
 
     This is necessary because the last call of an earlier attempt may be recorded after `exclude_orphaned_calls`.
     """

@@ -263,7 +263,10 @@ async def submit(
     with the rollouts. `owned`: the job belongs to this process. `policy_version`: the current policy version, if it is
     known. Rollouts that earlier jobs kept (`overflow`) are not carried over to this job if they are too old for this
     version. `code` and `harnesses` (the folder with the user's definition files): the agents that the job may name
-    besides Polar's own. Raises UsageError."""
+    besides Polar's own.
+
+    Raises UsageError if `spec` cannot be carried out, if the agent cannot be used, or if the idempotency key belongs to
+    another job."""
     check_job(spec)
     keep = spec.overflow == "keep"
     if keep and owned:

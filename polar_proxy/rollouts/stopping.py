@@ -51,7 +51,7 @@ _COMMAND_SECONDS = 30.0
 
 
 GroupPolicy = Callable[[int, Sequence[RolloutRow]], str | None]
-"""(group size, the group's rollouts) -> why the group is complete, or None."""
+"""A function of the group size and the group's rollouts. It returns why the group is complete, or None."""
 
 
 def wait_for_all(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
@@ -110,7 +110,7 @@ NAMES = (*sorted(GROUP_POLICIES), f"{_BUDGET}N")
 
 
 def get_group_policy(name: str) -> GroupPolicy:
-    """Return the policy of this name. Raises UsageError."""
+    """Return the policy of this name. Raises UsageError if there is none."""
     if name in GROUP_POLICIES:
         return GROUP_POLICIES[name]
     number = name.removeprefix(_BUDGET)
@@ -120,7 +120,8 @@ def get_group_policy(name: str) -> GroupPolicy:
 
 
 def _usable(rollouts: Sequence[RolloutRow]) -> list[RolloutRow]:
-    """Return the rollouts that are done or timed out, with a reward and with all calls recorded."""
+    """Return the rollouts that have ended as `done` or `timed_out`, have a reward, and have all their calls
+    recorded."""
     return [
         rollout
         for rollout in rollouts

@@ -129,7 +129,7 @@ class Marker:
         return self._pattern.sub("", text)
 
     def extents(self, text: str, messages: Sequence[Message]) -> dict[int, tuple[int, int]]:
-        """Return, by message index, the beginning of the message's first mark and the end of its last mark.
+        """Return message index -> (beginning of the message's first mark, end of its last mark), positions in `text`.
 
         A tool call without text arguments has its mark in its name. Some templates repeat that name before the call's
         result. The repeated mark is skipped, because it is outside of the answer.
@@ -228,8 +228,9 @@ def compare_renderings(
 ) -> AfterAnswer:
     """Return the text that the template writes after the last answer among the first `answered` messages.
 
-    `whole_text` is the rendering of all messages, `front_text` that of the messages before the answer; both have marks.
-    Raises RenderingError, also if the fixed texts before the answer differ (`compare_fronts`).
+    `whole_text` is the rendering of all messages. `front_text` is the rendering of the messages before the answer. Both
+    have marks. Raises RenderingError if the conversation cannot be continued, for instance because the fixed texts
+    before the answer differ (`compare_fronts`).
     """
     asked = answered
     while asked and messages[asked - 1].role == "assistant":
@@ -245,7 +246,8 @@ def cut(
 ) -> MarkedRendering:
     """Cut a rendering at the answers among the first `answered` messages.
 
-    `stops` are the texts of the tokens that end an answer. Raises RenderingError if the messages are not in order.
+    `stops` are the texts of the tokens that end an answer. Raises RenderingError if the answers are rendered in another
+    order.
     """
     extents = marker.extents(text, messages)
     seen = [place for place in range(answered) if messages[place].role == "assistant" and place in extents]
@@ -268,14 +270,16 @@ def cut(
 
 
 def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker, opening: str | None = None) -> None:
-    """Check that the conversation before the base's answer is still rendered as it was when this answer was sampled.
+    """Check that the messages before the base's answer are still rendered as they were when this answer was sampled.
 
-    `base`: the marked rendering from which the base's answer was sampled; `whole`: the marked rendering of the new
-    request. The fixed texts before the base's answer must be equal in both, apart from IGNORED_DIFFERENCES. One of
-    the two texts before an answer may be longer: it then goes on with the beginning of that answer, up to the answer's
-    first mark. Before the base's own answer, only the text in `whole` may be longer.
-    `opening` is the text with which the template opened the base's answer: if given, `whole` need not contain it.
-    Raises RenderingError.
+    The base is the earlier call that a new request continues. `base`: the marked rendering of the base's prompt;
+    `whole`: the marked rendering of the new request. The fixed texts before the base's answer must be equal in both
+    renderings, apart from IGNORED_DIFFERENCES and one exception: the text before an answer may be longer in one
+    rendering, because there it also contains the beginning of the answer, up to the answer's first mark. Before the
+    base's own answer, only the text in `whole` may be longer.
+
+    `opening` is the text with which the template opened the base's answer: if given, `whole` need not contain this
+    text. Raises RenderingError if the renderings differ otherwise.
     """
     if base.answers != whole.answers[: len(base.answers)] or len(base.fixed) > len(whole.fixed) - 1:
         raise RenderingError("history_changed", "the template shows other past answers than before")
@@ -313,7 +317,10 @@ def _first_difference(one: str, two: str) -> str:
 def after_answer(
     whole: MarkedRendering, messages: Sequence[Message], answered: int, marker: Marker, text: str
 ) -> AfterAnswer:
-    """Return what the template writes after the answer `messages[answered - 1]`. Raises RenderingError."""
+    """Return what the template writes after the answer `messages[answered - 1]`.
+
+    Raises RenderingError if the answer or a later message is not found in the rendering, or if the answer's end cannot
+    be determined."""
     if not whole.answers or whole.answers[-1] != answered - 1:
         raise RenderingError("answer_not_found")
     for place in range(answered, len(messages)):

@@ -82,10 +82,10 @@ class UnstorableValueError(StoreError):
 class _WriteLock:
     """Lets the SQLite writers of this process take turns: either the worker thread writes, or one other writer.
 
-    A transaction of the worker thread waits here only for a writer outside of this thread that is writing or came
-    first. The transactions of the worker thread do not wait here for each other, because the thread runs them one after
-    the other anyway. If they waited, each would begin only after the event loop has learned that the previous one has
-    ended. A busy event loop takes much longer to learn this than the transaction takes.
+    A transaction of the worker thread waits here only for the other writers that are writing already or came first. The
+    transactions of the worker thread do not wait here for each other, because the thread runs them one after the other
+    anyway. If they waited, each would begin only after the event loop has learned that the previous one has ended. A
+    busy event loop takes much longer to learn this than the transaction takes.
     """
 
     def __init__(self) -> None:
@@ -415,7 +415,7 @@ class Repository:
 
 
 def row_columns(row: type[Any], table: Table, **computed: ColumnElement[Any]) -> list[ColumnElement[Any]]:
-    """Return a column for each field of a dataclass: from `computed` if it has the field, else from the table."""
+    """Return a column for each field of a dataclass: from `computed` if the field is there, else from the table."""
     return [computed[name] if name in computed else table.c[name] for name in (field.name for field in fields(row))]
 
 
@@ -426,7 +426,7 @@ _REASONS = (
     ("no space left", _DISK_FULL),
     ("disk quota exceeded", _DISK_FULL),
 )
-"""(part of a driver's error text in lower case, what the error means)"""
+"""Pairs (part of a driver's error text in lower case, what the error means)."""
 
 
 def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:

@@ -108,7 +108,8 @@ class GrpoTrainer:
         self._last_probe: list[float] | None = None
         """The trainer's log-probabilities of the probe at the last weight sync."""
         self._probe_noise: float | None = None
-        """Mean difference of engine and trainer on the probe at the first weight sync."""
+        """Mean difference, in nats, between the log-probabilities of engine and trainer for the probe at the first
+        weight sync."""
         self._last_step_ended = time.monotonic()
 
     async def train(self) -> TrainerState:
@@ -133,7 +134,7 @@ class GrpoTrainer:
         return self.state
 
     def _precisions(self) -> Json:
-        """Return the precision of engine and trainer, and report it if they differ."""
+        """Return the precisions of engine and trainer, and report a difference."""
         engine, trainer = self._engine.info.precision, self._config.dtype
         if engine not in (None, trainer):
             self._report(f"the engine samples in {engine} and the trainer computes in {trainer}: expect a mismatch")
@@ -266,7 +267,8 @@ class GrpoTrainer:
         self._on_point("saved")
 
     def _resume(self) -> int:
-        """Load the last checkpoint, if there is one. Return the number of steps made after it, which are lost."""
+        """Load the last checkpoint, if there is one. Return the number of steps that were made after this checkpoint
+        and are lost."""
         config_file, folder = self._run / "config.json", checkpoint.latest(self._run)
         if folder is not None:
             if changed := changed_settings(orjson.loads(config_file.read_bytes()), self._config):

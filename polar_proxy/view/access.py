@@ -70,7 +70,7 @@ class PageAccess:
 
     store: Store
     open_on_loopback: bool
-    """True if read-only requests from this machine need no login."""
+    """True if programs of this machine may read the pages without a login. Every change needs a login."""
 
     async def visitor(self, request: Request) -> Visitor:
         """Return the request's sender. Raises LoginRequiredError if a login is needed, ApiError for a bad API key."""
@@ -85,7 +85,7 @@ class PageAccess:
         raise LoginRequiredError("This page needs a login with an API key.")
 
     async def log_in(self, key: str, response: Response, *, secure: bool) -> bool:
-        """Set the cookie of a valid API key. Return False for any other key."""
+        """If the API key is valid, set a login cookie in the response and return True, else return False."""
         key_hash = hash_key(key.strip())
         row = await self.store.api_keys.get(key_hash)
         if row is None or row.revoked_at is not None:

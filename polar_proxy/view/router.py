@@ -61,7 +61,8 @@ def _add_search(pages: APIRouter, view: ViewContext) -> None:
 
 async def find_page(view: ViewContext, name: str) -> str:
     """Return the path of the page of a rollout, session, call, group, trace or training run. Raises UsageError if no
-    record has the name, or several have it; ids of groups and traces are not looked up."""
+    record has the name, or if several records have it. For the id of a group or trace, the path is returned even if
+    there is no such record."""
     for prefix, kind in _KIND_OF_ID.items():
         if name.startswith(prefix):
             return f"/view/{kind}/{name}"

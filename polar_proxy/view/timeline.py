@@ -41,7 +41,7 @@ class Timeline:
 def draw_timeline(
     rollout: RolloutRow | None, stages: Sequence[StageRow], calls: Sequence[CallSummary], now: float
 ) -> Timeline | None:
-    """Return the time line of a rollout, or of a session without one; None if there is nothing to draw."""
+    """Return the time line of a rollout, or of a session without a rollout; None if there is nothing to draw."""
     times = [stage.started_at for stage in stages] + [call.started_at for call in calls]
     ends = [stage.ended_at or now for stage in stages] + [call.ended_at for call in calls]
     if rollout is not None:

@@ -1,5 +1,5 @@
 """The view of a training run: its curves as sparklines, counts of the data that was left out, and the remaining time.
-While the run goes on, also the rollouts of the current step."""
+While the run goes on, the rollouts of the current step are shown, too."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ CURVES = (
     ("length_mean", "length"),
     ("step_seconds", "seconds"),
 )
-"""(field of a step's line in metrics.jsonl, name of its curve)"""
+"""Pairs (field of a step's line in metrics.jsonl, name of the field's curve)."""
 
 
 def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
     """Return the last `width` values as block characters. The height of a block shows where its value lies between the
-    least and the largest of them. A missing value is a space."""
+    least and the largest of these values. A missing value is a space."""
     shown = values[-width:]
     known = [value for value in shown if value is not None]
     if not known:
@@ -77,7 +77,8 @@ def left_out_lines(steps: Sequence[Json]) -> Iterator[str]:
 
 
 def seconds_left(steps: Sequence[Json], planned: int) -> float | None:
-    """Estimate the seconds until the last planned step, from the mean of the latest steps; None if none has ended."""
+    """Estimate the seconds until the last planned step, from the mean of the latest steps; None if no step has
+    ended."""
     times = [step["step_seconds"] for step in steps[-_TIMED_STEPS:] if step.get("step_seconds") is not None]
     return sum(times) / len(times) * max(0, planned - steps[-1]["step"]) if times else None
 

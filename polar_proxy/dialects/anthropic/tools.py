@@ -2,8 +2,8 @@
 
 The top of the prompt offers the model each tool that the client runs, except tools whose loading is deferred. (A
 deferred tool that `tool_choice` names is offered there, too.) Tools whose arguments Anthropic defines (`bash_20250124`,
-...) are in `client_tools`. Tools that Anthropic's own servers run (`web_search`, `code_execution`, ...) are listed in
-`of_provider` and not offered.
+...) get their definitions from `client_tools.py`. Tools that Anthropic's own servers run (`web_search`,
+`code_execution`, ...) are listed in `of_provider` and not offered.
 
 A deferred tool (`defer_loading`) is shown where the conversation loads it: a `tool_reference` in a tool result, or a
 `tool_addition` in a message, becomes the tool's definition. The definition has the format that Claude Code's ToolSearch
@@ -110,8 +110,9 @@ def render_definitions(functions: Iterable[Json]) -> str:
 
 
 def parse_tool_addition(value: Any, tools: AnthropicTools, path: str) -> Json | None:
-    """Return the tool of a `tool_addition`, as an OpenAI function: a tool that the request declares, or that the block
-    defines. None if the client does not run this tool, or the request does not declare it."""
+    """Return the tool of a `tool_addition` as an OpenAI function. The block either defines the tool, or names a tool
+    that the request declares. Return None if the client does not run the tool, or if the request does not declare the
+    named tool."""
     if not isinstance(value, dict):
         raise invalid_type(path, "an object")
     if value.get("type") == "tool_definition":

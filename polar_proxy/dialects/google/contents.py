@@ -4,10 +4,10 @@
 * Consecutive `model` contents become one assistant message, because SDKs keep each chunk of a streamed answer as a
   content. Text parts are joined without a separator. Reasoning is restored from Polar's thought signatures, or from
   thought text if the client kept it; signatures of other providers are ignored.
-* A `functionResponse` becomes a tool message. Its id says which tool call it answers; without an id, it answers a call
-  in the model's last turn: the first call of that name without a result. Its text is the string in `output` or `result`
-  if `response` has no other field, else the JSON of `response` (an `error` keeps its key, so that the model sees the
-  failure).
+* A `functionResponse` becomes a tool message. The `functionResponse` answers the tool call that has the same id.
+  Without an id, it answers a call of the model's last turn: the first call of the same name that has no result yet. The
+  text of the tool message is the string in `output` or `result` if `response` has no other field, else the JSON of
+  `response` (an `error` keeps its key, so that the model sees the failure).
 * A `functionResponse` inside a `model` content ends the assistant message before it; a new one begins after it.
 * The tool results of a content come first, directly after the tool calls; its other parts (images, text) follow as a
   user message.
@@ -39,13 +39,14 @@ server-side tools."""
 
 @dataclass(frozen=True, slots=True)
 class SignedReasoning:
-    """The content of a `thoughtSignature`: reasoning, and the tool call of a part that shows a call as text."""
+    """The content of a part's `thoughtSignature`: reasoning and, if the part shows a tool call as text, this tool
+    call."""
 
     start: int = 0
     """Position in the turn's reasoning, in characters, at which `reasoning` begins."""
     reasoning: str = ""
     call: ToolCall | None = None
-    """The tool call that the part shows as text (`call_as_text`); None if it shows none."""
+    """The tool call that the part shows as text (`call_as_text`); None if the part shows no call."""
 
 
 def pack(signed: SignedReasoning) -> str:
@@ -55,7 +56,7 @@ def pack(signed: SignedReasoning) -> str:
 
 
 def unpack(signature: str) -> SignedReasoning | None:
-    """Undo `pack`; None for any other string."""
+    """Return the content of a string that `pack` made; None for any other string."""
     try:
         content = orjson.loads(unseal(signature) or "null")
     except orjson.JSONDecodeError:
@@ -86,7 +87,7 @@ def call_as_text(call: ToolCall) -> str:
 
 
 def parse_system(value: Any) -> Message | None:
-    """Return `systemInstruction`, a content or (tolerated) a string, as a message."""
+    """Return `systemInstruction` as a message. Its value is a content; a string is tolerated."""
     path = "systemInstruction"
     if value is None or isinstance(value, str):
         return None if value is None else Message("system", value)
@@ -134,9 +135,9 @@ class _ContentReader:
     generated_ids: set[str] = field(default_factory=set)
     """Ids generated here for tool calls that came without an id."""
     results: set[tuple[str, str]] = field(default_factory=set)
-    """(tool call id, text) of each result."""
+    """Pairs (tool call id, text), one for each result."""
     results_of_turn: set[tuple[str, str]] = field(default_factory=set)
-    """(name, text) of each result since the model's last turn."""
+    """Pairs (name, text), one for each result since the model's last turn."""
 
     def add(self, content: Content, path: str, position: int) -> None:
         parts = content.parts

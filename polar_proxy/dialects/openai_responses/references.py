@@ -8,10 +8,10 @@ an item of the conversation.
 
 Promises: an item that the input already has, in full or by an earlier reference, is not repeated. A reference to one
 text of an answer gives the answer's whole text, because the record joins the texts; the same holds for reasoning. The
-model reads a referenced item as it reads the item itself. A body that continues a response or a conversation may
-contain the output of a tool call that is nowhere in the whole input. Such a body is refused, because it continues the
-wrong response or conversation. (A body that continues neither may have such outputs: agents that shorten their history
-send them.)
+model reads a referenced item as it reads the item itself. If a body continues a response or a conversation, and
+contains a tool output whose call is nowhere in the whole input, the body is refused, because it continues the wrong
+response or conversation. (A body that continues neither may have such outputs: agents that shorten their history send
+them.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _ReferencedCalls = Mapping[str, ReferencedCall]
 
 
 def referenced_conversation(body: Json) -> str | None:
-    """Return the id of the conversation that a body continues and adds to. Raises RequestError."""
+    """Return the id of the conversation that a body continues and adds to; None if the body names none. Raises
+    RequestError for a malformed id, or if the body also has `previous_response_id`."""
     value = body.get("conversation")
     if value is None:
         return None

@@ -19,7 +19,7 @@ from polar_proxy.types import ANSWERED, SAMPLING_FIELDS, CallRecord, Json, Sampl
 
 
 def response_object(call: CallRecord) -> bytes:
-    """Return the response object of an answered call, or of one that ended early in the background.
+    """Return the response object of an answered call, or of a background call that ended early.
 
     Raises RequestError for a damaged record.
     """
@@ -31,7 +31,7 @@ def response_object(call: CallRecord) -> bytes:
 
 
 def response_events(call: CallRecord, starting_after: int | None) -> bytes:
-    """Return the event stream of an answered call: only the events after number `starting_after`; None: all.
+    """Return the event stream of an answered call; with `starting_after`, only the events after this number.
 
     Raises RequestError for a damaged record.
     """
@@ -52,7 +52,7 @@ def _encoder(call: CallRecord) -> ResponsesEncoder:
 
 
 def recorded_answer(call: CallRecord) -> Answer:
-    """Return the answer of a recorded call, for its encoder."""
+    """Return the answer of a recorded call in the form that encoders take."""
     choices = {
         choice.index: AnswerChoice(
             text=[str(choice.message.content or "")],

@@ -129,9 +129,9 @@ class ParserProofs:
     async def constrains(self, request: ChatRequest) -> bool:
         """Return whether the chat route samples the answer to this request under a grammar of the server's parser.
 
-        If vLLM's parsers run in the side process, they report it. (A server has the same parsers under all template
-        options.) If not, return True for requests with a strict tool, and for all requests with tools if the server
-        was seen to add such a grammar.
+        If vLLM's parsers run in the side process, the process reports whether they add a grammar. (A server has the
+        same parsers under all template options.) If they do not run there, return True for requests with a strict tool,
+        and for all requests with tools if the server was seen to add such a grammar.
         """
         for options in (request.template_kwargs, {}):
             config = self._proved.get(_key(options))
@@ -341,8 +341,9 @@ class ParserProofs:
     async def _first_with_grammar(self, pairs: list[Parsers], request: Json) -> Parsers:
         """Return the first pair of parsers with which vLLM constrains the answer by a grammar; else the first pair.
 
-        Which of the pairs the server uses is not known. If it uses one without a grammar, its answers are needlessly
-        recorded as constrained, and not trained. The opposite error would train constrained answers as free ones.
+        Which of the pairs the server uses is not known. If the server uses a pair without a grammar, its answers are
+        needlessly recorded as constrained, and not trained. The opposite error would train constrained answers as free
+        answers.
         """
         for pair in pairs:
             if await self._has_grammar(pair, request):
@@ -360,8 +361,8 @@ class ParserProofs:
     ) -> ParserConfig | str:
         """Return the configuration that parses with the server's route `/derender`, or why there is none.
 
-        The route must parse each of these answers, sent whole, as the chat route does. If it also does so when they are
-        sent in pieces, streams are parsed in pieces; otherwise they are parsed at their end.
+        For each of these answers, sent whole, the route must give the chat route's result. If it also gives this result
+        for answers that are sent in pieces, streams are parsed piece by piece; otherwise a stream is parsed at its end.
         """
 
         async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:

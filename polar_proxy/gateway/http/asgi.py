@@ -208,8 +208,8 @@ class ClientWatch:
     """A context manager that cancels the current task if the client disconnects before the block ends.
 
     After the disconnect, `on_disconnect` is awaited first; it returns when the task is no longer worth continuing. Then
-    `gone` becomes True, and the task is cancelled. This cancellation ends with the block. A cancellation by anyone else
-    passes through.
+    `gone` becomes True, and the task is cancelled. This cancellation does not go beyond the block; a cancellation by
+    anyone else does.
     """
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], Awaitable[None]] | None = None) -> None:

@@ -6,12 +6,13 @@
 
 Promises:
 
-* Each request goes through `RequestHandler.handle`, so all that holds for an HTTP request holds for it: limits,
+* Each request goes through `RequestHandler.handle`, so it is treated like an HTTP request in every respect: limits,
   retries, recording, and what happens when the client disconnects.
 * A refused request leaves the WebSocket open. The server closes it if a message breaks the protocol or a limit, if it
   is idle, or when the server stops.
-* A response that was made with `store: false` can be continued on its WebSocket while it is the latest one there, until
-  a request that continues it fails. (The API defines it so: after a failure the client sends its conversation again.)
+* A response that was made with `store: false` can be continued on its WebSocket as long as it is the latest response
+  there and no request that continues it has failed. (The API defines it so: after a failure the client sends its
+  conversation again.)
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ResponsesWebSocket:
         self._scope = scope
         self._send = send
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """Bodies of requests, then None when the WebSocket ends."""
+        """Queue of request bodies. None follows them when the WebSocket ends."""
         self._close_code: int | None = None
         """The close code, once the server has decided to close the WebSocket; None before."""
         self.gone = asyncio.Event()

@@ -68,7 +68,7 @@ class RowBatch:
     engines: dict[bytes, TableRow] = field(default_factory=dict)
     settings: dict[bytes, TableRow] = field(default_factory=dict)
     nodes: dict[bytes, tuple[int, TableRow]] = field(default_factory=dict)
-    """id -> (depth, row)"""
+    """Node id -> (depth of the node in its chain, row)."""
     calls: list[TableRow] = field(default_factory=list)
     completions: list[TableRow] = field(default_factory=list)
     provider_ids: list[TableRow] = field(default_factory=list)
@@ -313,8 +313,9 @@ def engine_row(info: EngineInfo) -> tuple[bytes, TableRow]:
 def node_row(node: ChainNode, codec: CellCodec, before: bytes | TokenIds) -> TableRow:
     """Return the row of a node.
 
-    `before`: what precedes the node in its chain. For a message or a list of tools, the `bytes_before` of the contents
-    of its ancestors; for tokens, all token ids of its ancestors (int32 [chain_length - length]).
+    `before`: the content that precedes the node in its chain. For a message or a list of tools: the result of
+    `bytes_before` for the contents of the node's ancestors. For tokens: all token ids of the node's ancestors (int32
+    [chain_length - length]).
     """
     pack: Callable[[Any, Any], bytes] = codec.pack_ids if node.kind == "tokens" else codec.pack_bytes
     return {

@@ -3,12 +3,11 @@
 Promises:
 
 * An archive is imported completely, in one transaction, or not at all. Importing it again changes nothing.
-* What is stored does not change. Nothing is imported if a row of the archive differs from the stored row with the same
-  key, or if a new row would belong to a stored session, rollout or training run, or to a group of this database's own
-  jobs.
+* Stored rows do not change. Nothing is imported if a row of the archive differs from the stored row with the same key,
+  or if a new row would belong to a stored session, rollout or training run, or to a group of this database's own jobs.
 * Nothing that was imported can be run, opened or delivered. Rollouts that had not ended arrive as cancelled; keys,
-  claims and deliveries are left out; groups that hold overflow for later become ordinary groups; jobs, leases and
-  callbacks are not read at all.
+  claims and deliveries are left out; groups that hold surplus rollouts for a later job become ordinary groups; jobs,
+  leases and callbacks are not read at all.
 * Everything that is named by its hash is hashed again. Each value has the type of its column, and each reference leads
   to a row of the archive.
 * Tasks and certificates are checked by their models, if the caller gives these models (`export.archives` does).
@@ -82,12 +81,14 @@ _OWNERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "artifacts": (("rollouts", "rollout_id"),),
     "training_lines": (("training_runs", "run_id"),),
 }
-"""table -> (owner's table, column with the owner's id). A new row is imported only together with its owners."""
+"""Table -> its owners, each as (owner's table, column with the owner's id). A new row is imported only together with
+its owners."""
 
 
 @dataclass(slots=True)
 class ArchiveCounts:
-    """Exported or imported rows by table, and files. `known`: rows that an import found already stored."""
+    """Numbers of exported or imported rows, by table, and of files. `known`: number of rows that an import found
+    already stored."""
 
     rows: dict[str, int] = field(default_factory=dict)
     known: int = 0

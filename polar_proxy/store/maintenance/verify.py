@@ -80,7 +80,7 @@ async def _check_calls(connection: AsyncConnection, seen: set[bytes], progress: 
 
 
 async def _check_other_nodes(connection: AsyncConnection, seen: set[bytes], progress: ProgressCallback) -> Faults:
-    """Check the nodes that belong to no call: those of rescored prompts, and those that `polar db vacuum` would
+    """Check the nodes that belong to no call: the nodes of rescored prompts, and the nodes that `polar db vacuum` would
     remove."""
     n = schema.nodes.c
     last, done = b"", 0

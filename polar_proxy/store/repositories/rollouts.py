@@ -325,7 +325,7 @@ class RolloutRepository(Repository):
         _log_status(claim, status, cause)
 
     async def end_open_stage(self, rollout_id: str, outcome: str, cause: str | None = None) -> None:
-        """End the open stage of a rollout whose worker died, in whichever attempt it is."""
+        """End the open stage of a rollout whose worker died, whichever attempt the stage belongs to."""
 
         def write(connection: Connection) -> None:
             end_stages(connection, _st.rollout_id == rollout_id, time.time(), outcome, cause)
