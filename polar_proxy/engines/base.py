@@ -131,7 +131,8 @@ class Engine(ABC):
         rendering. Such an engine returns whether the two renderings are equal. For most requests it may return the
         result of an earlier comparison.
         """
-        return (await self.render(request))[-len(end) :] == list(end)
+        rendered = await self.render(request)
+        return rendered[max(0, len(rendered) - len(end)) :] == list(end)
 
     async def encode(self, text: str) -> list[int]:
         """Return the ids of a piece of rendered text."""

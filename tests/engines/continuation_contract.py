@@ -67,6 +67,11 @@ class ContinuationContract:
             assert whole[: len(closed)] == closed
             assert len(whole) > len(closed)
 
+    async def test_confirms_the_end_of_a_rendering(self, engine: Engine) -> None:
+        ids = await engine.render(chat())
+        for end in ([], ids[-3:], ids):
+            assert await engine.confirm_rendering(chat(), end)
+
     @pytest.mark.parametrize("more", [{}, {"tools": (WEATHER,)}, {"tools": (WEATHER,), "tool_choice": "none"}])
     async def test_answers_parse_as_in_a_chat(self, engine: Engine, more: dict[str, Any]) -> None:
         for text in ("def main(): return 1", "What is the weather in Paris? Use the tool."):

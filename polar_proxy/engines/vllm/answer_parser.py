@@ -106,8 +106,8 @@ def make_answer_parser(
         return ProcessAnswerParser(process, config.parsers, parser_request(client.model, request), prompt)
     if request.sampling.stop:
         raise CannotContinueError(
-            "the answer is parsed by the server's route /derender, which reads whole tokens, so the answer's text "
-            "might go beyond the request's stop strings."
+            "the request has stop strings, and the answer is parsed by the server's route /derender. The route reads "
+            "whole tokens, so the text might go on after a stop string."
         )
     return DerenderAnswerParser(client, request, prompt, config)
 
