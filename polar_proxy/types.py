@@ -107,7 +107,7 @@ class Message:
 
     @classmethod
     def from_openai(cls, value: Json) -> Message:
-        """Return the message that an object in the form of `to_openai` describes."""
+        """Return the message described by `value`, which has the form that `to_openai` returns."""
         return cls(
             role=value["role"],
             content=value["content"],

@@ -127,9 +127,8 @@ class Engine(ABC):
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
         """Return whether the engine's rendering of a request ends with the token ids `end`.
 
-        Some engines behind a server render requests in this process, as long as the result is equal to the server's
-        rendering. Such an engine returns whether the two renderings are equal. For most requests it may return the
-        result of an earlier comparison.
+        An engine that renders for its server in this process ignores `end`. It returns whether its own rendering and
+        the server's are equal, for most requests from an earlier comparison.
         """
         rendered = await self.render(request)
         return rendered[max(0, len(rendered) - len(end)) :] == list(end)

@@ -53,9 +53,10 @@ async def run_guarded(
     env: Mapping[str, str] | None = None,
     seconds: float,
 ) -> GuardedResult:
-    """Run a command, with the plugin if `text` (the command as written, or its scripts) names pytest.
+    """Run a command. If it uses pytest, give pytest the guard's plugin, and end the programs that the command leaves
+    running.
 
-    With the plugin, programs that the command leaves running are ended.
+    `text`: the command as it was written, or the text of its scripts. The command uses pytest if this text names it.
     """
     if "pytest" not in text and "py.test" not in text:
         return GuardedResult(await workspace.exec(argv, env=env, timeout=seconds))

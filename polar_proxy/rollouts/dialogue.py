@@ -34,7 +34,7 @@ _ANSWER_SECONDS = 600.0
 _LONGEST_TEXT = 30_000
 """Maximum number of characters of a text by a model that plays the user."""
 _IDLE_SECONDS = 5.0
-"""How long to wait for a call of the user's model that is in flight when the dialogue ends."""
+"""If a call to the user's model is in flight when the dialogue ends: how long to wait for its end."""
 _LEAST_SECONDS = 0.1
 """Time limit, in seconds, of a turn that begins when the agent's time is used up. The turn then ends as timed out."""
 _RULES = f"""

@@ -160,7 +160,7 @@ class RolloutService:
             log.warning("the sandbox %s is not tested at the start: %s", wanted, error)
 
     def counts(self) -> Json:
-        """Return the counts of worker, stages, pool and prebuilt images, and the engine's load, for the metrics."""
+        """Return the values of the metrics: counts of rollouts, stages, warm and prebuilt sandboxes; engine load."""
         load = self.engine_monitor.load
         return {
             "in_flight": self.worker.in_flight,

@@ -58,8 +58,8 @@ class Checkpointer:
             self._running = self._thread.submit(self._checkpoint)
 
     def _log_length(self) -> int:
-        """Return the length of the log in bytes; 0 on file systems without shared memory, where SQLite cannot use such
-        a log."""
+        """Return the length of the write-ahead log in bytes; 0 on file systems without shared memory, where SQLite has
+        no write-ahead log."""
         try:
             return os.stat(self._log_path).st_size
         except FileNotFoundError:

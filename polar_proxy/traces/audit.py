@@ -231,7 +231,8 @@ async def audit(
 
 def scored_temperature(sampling: AnswerSampling, rescored: bool) -> float:
     """Return the temperature at which the recorded log-probabilities of an answer can be compared with fresh ones.
-    `rescored`: True if an engine computed the log-probabilities of the trace after sampling (at temperature 1)."""
+    `rescored`: True if the log-probabilities of the trace were not recorded with the answers, but computed by an engine
+    later, at temperature 1."""
     if rescored or sampling.logprob_mode == "raw" or sampling.changes:
         return 1.0
     return sampling.temperature or 1.0

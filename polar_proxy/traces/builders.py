@@ -234,7 +234,7 @@ class TraceBuilder:
         self.reasons: set[str] = set()
         self.prompt_length = 0
         self._last_prompt: TokenIds | None = None
-        """The last call's prompt, if the path begins with it."""
+        """The prompt of the last call. None before the first call, and if the trace does not begin with that prompt."""
         self._buffer: TokenIds = np.empty(256, dtype=np.int32)
         self._size = 0
         self._session_id = ""

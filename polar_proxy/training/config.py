@@ -220,7 +220,9 @@ class GrpoConfig(BaseModel):
                 "`processes`"
             )
         if self.processes > 1 and self.num_minibatches > 1:
-            raise ValueError("several processes make one update per step: leave out `num_minibatches`, or `processes`")
+            raise ValueError(
+                "with several `processes`, each step makes only one update: leave out `num_minibatches`, or `processes`"
+            )
         if self.processes > 1 and self.device not in ("cpu", "cuda"):
             raise ValueError(
                 f"with several `processes`, each process gets its own GPU (cuda:0, cuda:1, ...), so {self.device!r} "

@@ -5,9 +5,9 @@ After each sync, the engine and the trainer both score a fixed prompt (the probe
 * Their log-probabilities differ by at most a tolerance.
 * The engine is not much nearer (by a factor of 4) to the trainer's old weights than to the current ones. Small updates
   hide within any tolerance, so an engine that silently kept the old weights would pass the first check.
-* The mean difference of engine and trainer is at most 4 times that of the first sync, or at most a tenth of the mean
-  change of the trainer's log-probabilities since the last sync. Otherwise the engine loaded only a part of the
-  weights.
+* The mean difference of engine and trainer is small. One of two bounds must hold: 4 times the mean difference after
+  the first sync, or a tenth of the mean change of the trainer's log-probabilities since the last sync. If neither
+  holds, the engine loaded only a part of the weights.
 
 Each kind of sync with vLLM (from disk, as a LoRA adapter, from GPU to GPU by NCCL) uses vLLM's development mode: the
 server pauses, loads the weights, is told their version, and resumes. NCCL uses vLLM's own code on both sides. Source:

@@ -7,10 +7,10 @@ so a position among all items could not be found again. The ids of input items a
 call's request; an item to which the client gave an id keeps that id.
 
 The arguments of a custom tool's call should have the form `{"input": text}`; the item of the call then holds the text.
-If the arguments have another form, the item holds the whole argument string. If the client sends the item back, this
-string is read unchanged. There are two signs of such a string: it begins with `{"input": "` but is not complete JSON of
-this form, or the item's id begins with `ctcraw`. A call of a built-in tool is sent as a `function_call` if the
-arguments do not fit into the tool's own item.
+If the arguments have another form, the item holds the whole argument string. When a client sends an item back, Polar
+takes its string for a whole argument string in two cases: the item's id begins with `ctcraw`, or the string begins with
+`{"input": "` but is not complete JSON of this form. In all other cases, the string is the text. A call of a built-in
+tool is sent as a `function_call` if the arguments do not fit into the tool's own item.
 
 Reasoning is sent as a summary (an open model has nothing to hide), and also as `encrypted_content`, because many
 clients keep only that. Reasoning is read back from either field.

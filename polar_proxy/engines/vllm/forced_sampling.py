@@ -89,8 +89,8 @@ class ForcedSampling:
         return ForcedAnswer(name, wanted, ids, parsed, sampled=sampled, chunks=chunks)
 
     def _bias(self, **biases: float) -> Json:
-        """Return the field `logit_bias`. `biases`: bias by the name of a text: `think`, `letter`, `thought`, `call` or
-        `called`. A text of several tokens gets no bias."""
+        """Return the field `logit_bias`. `biases`: the bias of each text, by the names `think`, `letter`, `thought`,
+        `call` and `called`. A text of several tokens gets no bias."""
         texts = {"think": THINK, "letter": LETTER, "thought": END_THINK, "call": CALL, "called": END_CALL}
         tokens = {self.tags[texts[name]]: bias for name, bias in biases.items()}
         return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}
@@ -231,7 +231,9 @@ class ForcedSampling:
         if before or len(texts) != len(rows):
             raise CannotContinueError("its end-of-turn token cannot be recognised in decoded text.")
         if texts[0] != "".join(event.text for event in shown):
-            raise CannotContinueError("the text of its completions differs from the decoded text of their token ids.")
+            raise CannotContinueError(
+                "the text of the server's completions differs from the decoded text of their token ids."
+            )
         read = [replace(answer, text=text) for answer, text in zip(answers, texts[2:], strict=True)]
         return read, texts[1] == "".join(event.text for event in plain)
 

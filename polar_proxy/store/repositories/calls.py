@@ -8,8 +8,8 @@ of `open_calls` and has a lease. Promises:
   announce them.
 * The transaction that commits a call deletes its announcement. If the lease of an announcement has expired, its call is
   lost: the gateway was killed or could not commit it.
-* The end of a session removes its remaining announcements. If a call is committed after that and its rollout has ended,
-  it is too late for the traces: the same transaction excludes it and marks the rollout incomplete.
+* The end of a session removes its remaining announcements. A call can still be committed after that. If its rollout has
+  ended by then, the commit also excludes the call from the traces, and marks the rollout incomplete.
 
 A gateway that does not share its database announces nothing, and its commits look for no announcements.
 """

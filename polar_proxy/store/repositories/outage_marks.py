@@ -88,7 +88,7 @@ class OutageMarks:
             os.pwrite(self._fd, line, self._end)
         except OSError as error:
             raise StoreError(
-                f"The mark that {mark.session_id} lost a call cannot be written into {self._file}: {error.strerror}"
+                f"Session {mark.session_id} lost a call, and this cannot be noted in {self._file}: {error.strerror}"
             ) from error
         self._end += len(line)
         self._marked.add(mark)
