@@ -20,7 +20,7 @@ from typing import Protocol
 
 import orjson
 
-from harness_adapters.base import HarnessError, LaunchContext
+from harness_adapters.base import ExitOutcome, HarnessError, LaunchContext
 from polar_proxy.allowed_code import NO_CODE, AllowedCode
 from polar_proxy.config import SandboxSettings
 from polar_proxy.engines.base import Engine
@@ -69,12 +69,8 @@ _RELEASE_IDLE_SECONDS = 5.0
 `_IDLE_SECONDS`, because an abandoned attempt gets no traces."""
 _PROVIDER_LIMITS = frozenset({402, 429})
 """HTTP statuses with which a provider refuses every request while a limit (credit or rate) is reached."""
-_FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
-    "ok": ("done", None),
-    "failed": ("failed", "agent"),
-    "timed_out": ("timed_out", "agent_timeout"),
-}
-"""Status and cause of a rollout, by the outcome of its agent."""
+_CAUSES: Mapping[ExitOutcome, str | None] = {"ok": None, "failed": "agent", "timed_out": "agent_timeout"}
+"""Recorded cause of a rollout, by the outcome of its agent."""
 
 
 class ProgressReporter(Protocol):
@@ -119,7 +115,7 @@ class AttemptInput:
 class AgentResult:
     """How the agent's run ended, and the patch that it made."""
 
-    status: RolloutStatus
+    outcome: ExitOutcome
     cause: str | None
     detail: str
     exit_code: int | None
@@ -127,6 +123,10 @@ class AgentResult:
     no_patch: str | None
     """Why the patch could not be read, or None."""
     masked: bool
+
+    @property
+    def status(self) -> RolloutStatus:
+        return "done" if self.outcome == "ok" else self.outcome
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,7 @@ class AttemptRunner:
             # Scoring happens on another machine if it would have to wait here.
             remote = self.remote_scorer if self.limits.scoring.full else None
             async with self.limits.scoring.enter(request) if remote is None else contextlib.nullcontext():
-                outcome = "ok" if result.status == "done" else result.status
-                await self._enter_stage(attempt, "scoring", outcome=outcome, exit_code=result.exit_code)
+                await self._enter_stage(attempt, "scoring", outcome=result.outcome, exit_code=result.exit_code)
                 score = await self._score(attempt, given.task, agent, result, remote)
                 score = apply_sign_policy(score, given.spec.signs)
                 await self._record_reward(attempt, given.task, score)
@@ -251,53 +250,41 @@ class AttemptRunner:
                 plan = harness.adapter.launch(harness.installed, context)
                 await write_files(sandbox, plan)
             await self.self_tests.require(kind)
-        return PreparedAgent(harness, task_sandboxes, sandbox, base, context, plan)
+        assert attempt.session_id is not None
+        return PreparedAgent(harness, task_sandboxes, sandbox, base, context, plan, attempt.session_id)
 
     async def _run_agent(self, attempt: RunningAttempt, given: AttemptInput, agent: PreparedAgent) -> AgentResult:
+        """Run the agent to its end and read its patch. Raises InfrastructureError if the agent could not do its work."""
         task, spec, sandbox = given.task, given.spec, agent.sandbox
         # The evaluator's sandbox opens while the agent works.
         self.pool.expect(sandbox.kind, await agent.task_sandboxes.evaluator(task, attempt.labels))
-        assert attempt.session_id is not None
-        budget = stop_over_budget(sandbox, self.gateway, attempt.session_id, limited=bool(spec.as_policy()))
+        budget = stop_over_budget(sandbox, self.gateway, agent.session_id, limited=bool(spec.as_policy()))
         async with stop_early(sandbox, given.early_stop) as early, budget:
             run = await self._play(attempt, given, agent)
         await self.store.artifacts.add(attempt.rollout_id, "agent.log", run.output)
         if run.messages:
             dialogue = {"end": run.end, "messages": [message.to_json() for message in run.messages]}
             await self.store.artifacts.add(attempt.rollout_id, "dialogue.json", orjson.dumps(dialogue))
-        spent = await self._spent_budget(attempt, spec)
         exit_code, outcome, detail = agent.interpret(run.last, stopped=early.reason is not None)
+        cause = _CAUSES[outcome]
         if early.reason is not None:
-            outcome, detail = "ok", early.reason
-        if spent is not None:
+            outcome, cause, detail = "ok", STOPPED_EARLY, early.reason
+        if (spent := await self._spent_budget(agent.session_id, spec)) is not None:
             ended = "was stopped" if exit_code is None else f"exited with {exit_code}"
-            outcome, detail = "ok", f"the budget was spent ({spent}); the agent {ended}: {detail}"
+            outcome, cause = "ok", OVER_BUDGET
+            detail = f"the budget was spent ({spent}); the agent {ended}: {detail}"
         if sandbox.exceeded is not None:
-            outcome, detail = "failed", sandbox.exceeded
-        if outcome != "ok" and (refusal := self.gateway.refusal(attempt.session_id)) is not None:
-            problem = f"the agent's last call could not be recorded: {refusal}"
-            raise InfrastructureError("store", f"{problem} (the agent {outcome.replace('_', ' ')} for this reason)")
-        if outcome != "ok" and (reason := await self._engine_failure(attempt)) is not None:
-            raise InfrastructureError("engine", f"{reason} (the agent {outcome.replace('_', ' ')} for this reason)")
+            outcome, cause, detail = "failed", "agent", sandbox.exceeded
+        if outcome != "ok":
+            await self._check_infrastructure(attempt, agent.session_id, outcome)
+        patch, no_patch = b"", sandbox.exceeded
         if sandbox.exceeded is None:
             patch, no_patch = await read_patch(sandbox, agent.base)
-        else:
-            patch, no_patch = b"", sandbox.exceeded
         await self.store.artifacts.add(attempt.rollout_id, "patch.diff", patch)
-        train_timed_out = spec.train_timed_out or bool(task.metadata.get("train_timed_out"))
-        status, cause = _FINAL_STATUS[outcome]
-        if outcome == "ok":
-            cause = OVER_BUDGET if spent is not None else STOPPED_EARLY if early.reason is not None else None
         over_budget = cause == OVER_BUDGET and not spec.train_over_budget
-        return AgentResult(
-            status,
-            cause,
-            detail,
-            exit_code,
-            patch,
-            no_patch,
-            masked=over_budget or (outcome == "timed_out" and not train_timed_out),
-        )
+        train_timed_out = spec.train_timed_out or bool(task.metadata.get("train_timed_out"))
+        masked = over_budget or (outcome == "timed_out" and not train_timed_out)
+        return AgentResult(outcome, cause, detail, exit_code, patch, no_patch, masked)
 
     async def _play(self, attempt: RunningAttempt, given: AttemptInput, agent: PreparedAgent) -> AgentRun:
         """Run the agent on the instruction and, in a dialogue, on each further text of the user."""
@@ -306,13 +293,12 @@ class AttemptRunner:
         if task.user is None:
             process = await agent.exec(task.instruction, False, seconds)
             return AgentRun(process, process.stdout + process.stderr)
-        assert attempt.session_id is not None
         async with open_user(task.user, attempt.rollout_id, self.store, self.gateway) as user:
             return await play_dialogue(
                 task.instruction,
                 user,
                 agent.exec,
-                lambda: read_last_answer(self.store, attempt.session_id or ""),
+                lambda: read_last_answer(self.store, agent.session_id),
                 lambda process: agent.sandbox.exceeded is None and agent.interpret(process)[1] == "ok",
                 max_turns=spec.max_user_turns,
                 seconds=seconds,
@@ -330,11 +316,10 @@ class AttemptRunner:
         if result.no_patch is not None:
             return Score(0.0, {"solved": False, "no_patch": result.no_patch})
         calls: list[CallRecord] = []
-        assert attempt.session_id is not None
         if any(evaluator.kind == "python" for evaluator in task.evaluators):
             with contextlib.suppress(TimeoutError):  # calls still in flight will make the rollout incomplete
-                await self.gateway.idle(attempt.session_id, _IDLE_SECONDS)
-            calls = await self.store.calls.of_session(attempt.session_id)
+                await self.gateway.idle(agent.session_id, _IDLE_SECONDS)
+            calls = await self.store.calls.of_session(agent.session_id)
         work = EvaluationInput(task, result.patch, result.exit_code, calls, code=self.code)
 
         async def score_once() -> Score:
@@ -425,15 +410,24 @@ class AttemptRunner:
             await self.store.rollouts.update(attempt.rollout_id, sandbox=kind)
         return kind
 
-    async def _spent_budget(self, attempt: RunningAttempt, spec: RolloutSpec) -> str | None:
+    async def _spent_budget(self, session_id: str, spec: RolloutSpec) -> str | None:
         """Return the limit of the session's budget that was reached, or None."""
-        assert attempt.session_id is not None
         if not spec.as_policy():
             return None
-        row = await self.store.sessions.get(attempt.session_id)
+        row = await self.store.sessions.get(session_id)
         return None if row is None else row.spent
 
-    async def _engine_failure(self, attempt: RunningAttempt) -> str | None:
+    async def _check_infrastructure(self, attempt: RunningAttempt, session_id: str, outcome: ExitOutcome) -> None:
+        """Raise InfrastructureError if the agent, which did not succeed, failed because of the store or the engine."""
+        if (refusal := self.gateway.refusal(session_id)) is not None:
+            cause, problem = "store", f"the agent's last call could not be recorded: {refusal}"
+        elif (failure := await self._engine_failure(attempt, session_id)) is not None:
+            cause, problem = "engine", failure
+        else:
+            return
+        raise InfrastructureError(cause, f"{problem} (the agent {outcome.replace('_', ' ')} for this reason)")
+
+    async def _engine_failure(self, attempt: RunningAttempt, session_id: str) -> str | None:
         """Return how the engine failed, if the agent failed because of the engine; otherwise None.
 
         The engine is to blame if it is down, or if it failed to answer the session's last call (not counting calls that
@@ -446,11 +440,10 @@ class AttemptRunner:
             down = str(error)
         if down is not None:
             return f"the engine is down: {down}"
-        assert attempt.session_id is not None
-        calls = [call for call in await self.store.calls.summaries(attempt.session_id) if call.status != "client_gone"]
+        calls = [call for call in await self.store.calls.summaries(session_id) if call.status != "client_gone"]
         status = calls[-1].http_status if calls and calls[-1].status == "upstream_error" else 0
         if status >= 500 or status in _PROVIDER_LIMITS:
-            if (fault := await self.gateway.request_fault(attempt.session_id)) is not None:
+            if (fault := await self.gateway.request_fault(session_id)) is not None:
                 log.warning("rollout %s: the agent's last request fails each time: %s", attempt.rollout_id, fault)
                 return None
             return f"the engine failed to answer the agent's last call: {calls[-1].error}"

@@ -26,6 +26,8 @@ class PreparedAgent:
     context: LaunchContext
     plan: LaunchPlan
     """How to start the agent on the task's instruction."""
+    session_id: str
+    """Id of the session that records the agent's calls."""
 
     async def exec(self, text: str, resume: bool, seconds: float) -> ExecResult:
         """Start the agent on a text of the user: the instruction or, with `resume`, a later message of a dialogue."""
