@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,16 +163,11 @@ async def stop_early(sandbox: Sandbox, check: EarlyStopCheck | None) -> AsyncIte
     Yields the `EarlyStop`, which has a reason as soon as the check has succeeded. Without a check, do nothing.
     """
     early = EarlyStop()
-    watching = None if check is None else asyncio.create_task(_watch(sandbox, check, early))
-    try:
+    async with contextlib.nullcontext() if check is None else _in_background(_run_check(sandbox, check, early)):
         yield early
-    finally:
-        if watching is not None:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _watch(sandbox: Sandbox, check: EarlyStopCheck, early: EarlyStop) -> None:
+async def _run_check(sandbox: Sandbox, check: EarlyStopCheck, early: EarlyStop) -> None:
     try:
         while early.reason is None:
             await asyncio.sleep(check.every)
@@ -182,6 +177,17 @@ async def _watch(sandbox: Sandbox, check: EarlyStopCheck, early: EarlyStop) -> N
         await sandbox.kill_all()
     except SandboxError as error:  # if the sandbox is gone, the agent's own command fails as well
         log.warning("the stop_when command can no longer be run: %s", error)
+
+
+@contextlib.asynccontextmanager
+async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` until it ends or the block ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 # ---------------------------------------------------------------- budgets
@@ -195,13 +201,8 @@ async def stop_over_budget(
 
     `limited`: whether the session has a budget.
     """
-    watching = asyncio.create_task(_watch_budget(sandbox, gateway, session_id)) if limited else None
-    try:
+    async with _in_background(_watch_budget(sandbox, gateway, session_id)) if limited else contextlib.nullcontext():
         yield
-    finally:
-        if watching is not None:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _watch_budget(sandbox: Sandbox, gateway: Gateway, session_id: str) -> None:
