@@ -400,13 +400,8 @@ async def remove_container(engine: aiodocker.Docker, name: str) -> bool:
     return True
 
 
-async def sweep_containers(
-    records: Sequence[orphans.SandboxRecord], removed: list[orphans.RemovedItem], problems: list[str]
-) -> set[str]:
-    """Find the containers of dead owners by record and by label, and remove them.
-
-    Return the names of the containers that remain because no engine answers.
-    """
+async def sweep_containers(records: Sequence[orphans.SandboxRecord], report: orphans.SweepReport) -> None:
+    """Find the containers of dead owners by record and by label, and remove them. If no engine answers, all remain."""
     named = {record.container for record in records if record.container}
     try:
         async with docker_client() as engine:
@@ -418,11 +413,10 @@ async def sweep_containers(
             for name in sorted(named, reverse=True):  # a helper container (`-net`) before the one it depends on
                 try:
                     if await remove_container(engine, name):
-                        removed.append(orphans.RemovedItem(name, "container", name))
+                        report.add(name, "container", name)
                 except SandboxError as error:
-                    problems.append(f"{name}: {error}")
+                    report.add_failure(name.removesuffix("-net"), f"{name}: {error}")
     except SandboxUnavailable as error:
         if named:
             log.warning("orphaned containers %s stay until a Docker engine answers: %s", sorted(named), error)
-        return named
-    return set()
+        report.remaining |= named

@@ -46,6 +46,21 @@ class RemovedItem:
     detail: str
 
 
+@dataclass
+class SweepReport:
+    """The work of one `sweep`: the removed items, and the ids of the sandboxes of which something remains."""
+
+    removed: list[RemovedItem] = field(default_factory=list)
+    remaining: set[str] = field(default_factory=set)
+
+    def add(self, sandbox: str, what: str, detail: str) -> None:
+        self.removed.append(RemovedItem(sandbox, what, detail))
+
+    def add_failure(self, sandbox: str, problem: str) -> None:
+        log.warning("An orphaned sandbox could not be removed, the next sweep tries again: %s", problem)
+        self.remaining.add(sandbox)
+
+
 @dataclass(frozen=True)
 class OwnerProcess:
     machine: str
@@ -182,50 +197,47 @@ async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
         state_dir = await asyncio.to_thread(default_state_dir)
     registry = SandboxRegistry(state_dir)
     records = await asyncio.to_thread(registry.dead)
-    removed: list[RemovedItem] = []
-    problems: list[str] = []
-    await asyncio.to_thread(_sweep_local, records, removed, problems)
+    report = SweepReport()
+    await asyncio.to_thread(_sweep_local, records, report)
     from sandboxes import docker_engine  # imported here, because it imports this module
 
-    waiting = await docker_engine.sweep_containers(records, removed, problems)
+    await docker_engine.sweep_containers(records, report)
     for record in records:
-        if record.id not in waiting and not any(problem.startswith(record.id) for problem in problems):
+        if record.id not in report.remaining:
             await asyncio.to_thread(registry.remove, record.id)
-            removed.append(RemovedItem(record.id, "record", f"owner {record.owner.pid}"))
-    for problem in problems:
-        log.warning("An orphaned sandbox could not be removed, the next sweep tries again: %s", problem)
-    return removed
+            report.add(record.id, "record", f"owner {record.owner.pid}")
+    return report.removed
 
 
-def _sweep_local(records: list[SandboxRecord], removed: list[RemovedItem], problems: list[str]) -> None:
+def _sweep_local(records: list[SandboxRecord], report: SweepReport) -> None:
     for clean_up in (_kill_processes, _remove_folders):  # no process of any sandbox may still write into a folder
         for record in records:
             try:
-                clean_up(record, removed)
+                clean_up(record, report)
             except (OSError, SandboxError) as error:
-                problems.append(f"{record.id}: {error}")
+                report.add_failure(record.id, f"{record.id}: {error}")
 
 
-def _kill_processes(record: SandboxRecord, removed: list[RemovedItem]) -> None:
+def _kill_processes(record: SandboxRecord, report: SweepReport) -> None:
     # The processes with the sandbox id first: without its supervisor a process tree is harder to find.
     for pid in kill_marked(record.id):
-        removed.append(RemovedItem(record.id, "process", str(pid)))
+        report.add(record.id, "process", str(pid))
     for pid, start in record.processes:
         if _signal(pid, start, signal.SIGKILL):
-            removed.append(RemovedItem(record.id, "process", str(pid)))
+            report.add(record.id, "process", str(pid))
 
 
-def _remove_folders(record: SandboxRecord, removed: list[RemovedItem]) -> None:
+def _remove_folders(record: SandboxRecord, report: SweepReport) -> None:
     from sandboxes import cgroups
 
     for name in record.cgroups:
         if Path(name).is_dir():
             cgroups.remove(Path(name))
-            removed.append(RemovedItem(record.id, "cgroup", name))
+            report.add(record.id, "cgroup", name)
     for name in record.dirs:
         if Path(name).exists():
             remove_tree(Path(name))
-            removed.append(RemovedItem(record.id, "directory", name))
+            report.add(record.id, "directory", name)
 
 
 def marked_processes(idents: set[str]) -> Iterator[tuple[str, int]]:
