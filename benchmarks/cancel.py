@@ -97,8 +97,8 @@ class SandboxWatcher:
         for path in self._state.glob("polar-*"):
             if path.name not in registered:
                 yield f"folder {path.name}"
-        for ident, pid in orphans.marked_processes(self._seen - registered):
-            yield f"process {pid} of {ident}"
+        for sandbox_id, pid in orphans.marked_processes(self._seen - registered):
+            yield f"process {pid} of {sandbox_id}"
 
     def containers(self) -> list[str]:
         """Return the containers of this service if it has more of them than registered sandboxes, else an empty

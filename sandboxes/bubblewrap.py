@@ -125,8 +125,10 @@ class BubblewrapSandbox(SupervisedSandbox):
 
     async def listen(self, port: int = 0) -> socket.socket | None:
         link = self._require_open(self._link)
-        early = self._early_sockets.pop(port, None)
-        listening = socket.socket(fileno=(await link.call(op="listen", port=port))[1][0] if early is None else early)
+        fd = self._early_sockets.pop(port, None)
+        if fd is None:
+            _, [fd] = await link.call(op="listen", port=port)
+        listening = socket.socket(fileno=fd)
         listening.setblocking(False)
         return listening
 

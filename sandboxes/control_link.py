@@ -131,8 +131,8 @@ class ControlLink:
             self._loop.remove_writer(self._sock.fileno())
 
     async def call(self, **message: Any) -> Reply:
-        ident, future = self.expect()
-        await self.send({"id": ident, **message})
+        request_id, future = self.expect()
+        await self.send({"id": request_id, **message})
         try:
             reply, fds = await future
         except asyncio.CancelledError:

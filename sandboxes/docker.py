@@ -224,8 +224,8 @@ class DockerSandbox(Sandbox):
         for ending in tuple(self._ending):
             await asyncio.shield(ending)
         container = self._require_open(self._container)
-        ident = uuid.uuid4().hex
-        variables = {**command.env, COMMAND_ID_VARIABLE: ident}
+        command_id = uuid.uuid4().hex
+        variables = {**command.env, COMMAND_ID_VARIABLE: command_id}
         shell = ["sh", "-c", RUN, "sh", command.cwd]
         if command.stdin:
             shell = ["sh", "-c", RUN_WITH_STDIN, "sh", command.cwd, str(len(command.stdin))]
@@ -244,19 +244,19 @@ class DockerSandbox(Sandbox):
                 await asyncio.wait({task}, timeout=command.timeout)
                 timed_out = not task.done()
                 if timed_out:
-                    await uncancellable(self._kill(ident, task))
+                    await uncancellable(self._kill(command_id, task))
                 if task.cancelled():
                     raise SandboxEnded("the sandbox was closed while the command ran")
                 exit_code = task.result()
         except asyncio.CancelledError:
             if task is not None and self._closing is None:
-                self._end_in_background(ident, task)
+                self._end_in_background(command_id, task)
             raise
         except BaseException as error:
             if task is not None and self._closing is None:
                 # Also if only the output callback failed, because the program may still run.
                 try:
-                    await uncancellable(self._kill(ident, task))
+                    await uncancellable(self._kill(command_id, task))
                 except SandboxError as failed:
                     error.add_note(f"and the command could not be ended: {failed}")
             raise
@@ -266,7 +266,7 @@ class DockerSandbox(Sandbox):
         seconds = time.monotonic() - start
         return ExecResult(exit_code, run.out.value(), run.err.value(), timed_out, seconds, truncated)
 
-    def _end_in_background(self, ident: str, task: asyncio.Task[int]) -> None:
+    def _end_in_background(self, command_id: str, task: asyncio.Task[int]) -> None:
         """Begin to end a cancelled command, and return without waiting for its end.
 
         Ending a command takes three calls to the Docker engine. Usually the sandbox is closed next, and this ends the
@@ -277,12 +277,12 @@ class DockerSandbox(Sandbox):
             if ending.cancelled() or ending.exception() is None:
                 self._ending.discard(ending)
 
-        ending = asyncio.ensure_future(self._kill(ident, task))
+        ending = asyncio.ensure_future(self._kill(command_id, task))
         ending.add_done_callback(ended)
         self._ending.add(ending)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved: it is not awaited
 
-    async def _kill(self, ident: str, task: asyncio.Task[int]) -> None:
+    async def _kill(self, command_id: str, task: asyncio.Task[int]) -> None:
         """End a command's process tree and wait for its end. End the container if a process resists.
 
         Programs can resist: while they use up the limit of processes, the program that would kill them cannot start.
@@ -292,7 +292,7 @@ class DockerSandbox(Sandbox):
             # Not through `exec`, which waits until `_kill` has ended.
             container = self._require_open(self._container)
             with contextlib.suppress(SandboxEnded), translate_errors():
-                killing = ["sh", "-c", KILL, "sh", self._main, f"{COMMAND_ID_VARIABLE}={ident}"]
+                killing = ["sh", "-c", KILL, "sh", self._main, f"{COMMAND_ID_VARIABLE}={command_id}"]
                 execution = await container.exec(killing, user=self._user, workdir="/")
                 await CommandStream(b"", None, OUTPUT_LIMIT).follow(execution)
             # Repeated if needed: the engine may have been about to start the program.

@@ -33,19 +33,19 @@ class CannotEnterNamespace(SandboxError):
     """This process cannot enter the network namespace, so the socket must come from a helper container."""
 
 
-def listen(pid: int, ident: str, port: int) -> socket.socket:
-    """Return a socket that listens on 127.0.0.1:`port` in the network namespace of `pid`, a process of sandbox `ident`.
+def listen(pid: int, sandbox_id: str, port: int) -> socket.socket:
+    """Return a socket that listens on 127.0.0.1:`port` in the network namespace of `pid`, a process of this sandbox.
     Blocking; needs root."""
-    _check(pid, ident)
+    _check(pid, sandbox_id)
     try:
         # In a new thread, which then ends: setns changes the calling thread permanently.
-        with ThreadPoolExecutor(1, f"netns-{ident}") as pool:
+        with ThreadPoolExecutor(1, f"netns-{sandbox_id}") as pool:
             return pool.submit(_bind, pid, port).result()
     except PermissionError as error:
         raise CannotEnterNamespace("entering a container's network needs root (CAP_SYS_ADMIN)") from error
 
 
-def _check(pid: int, ident: str) -> None:
+def _check(pid: int, sandbox_id: str) -> None:
     """Raise `CannotEnterNamespace` if no process of the sandbox has this pid on this machine, or if the environment of
     the process cannot be read.
 
@@ -58,7 +58,7 @@ def _check(pid: int, ident: str) -> None:
         raise CannotEnterNamespace("entering a container's network needs root") from error
     except (FileNotFoundError, ProcessLookupError):
         environment = []
-    if f"{SANDBOX_ID_VARIABLE}={ident}".encode() not in environment:
+    if f"{SANDBOX_ID_VARIABLE}={sandbox_id}".encode() not in environment:
         raise CannotEnterNamespace(
             f"process {pid} of the container is not a process of this machine: the Docker engine has to run on the "
             "same Linux, not in a virtual machine or on another host"

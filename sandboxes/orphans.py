@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 LABEL = "polar.sandbox"
 OWNER_LABEL = "polar.owner"
 LINUX = sys.platform == "linux"
+KILL_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,9 @@ class SandboxRegistry:
         temporary.write_text(json.dumps(asdict(record)))
         temporary.replace(path)
 
-    def remove(self, ident: str) -> None:
+    def remove(self, sandbox_id: str) -> None:
         for suffix in ("json", "tmp"):
-            (self.records / f"{ident}.{suffix}").unlink(missing_ok=True)
+            (self.records / f"{sandbox_id}.{suffix}").unlink(missing_ok=True)
 
     def dead(self) -> list[SandboxRecord]:
         """Return the records whose owner is certainly dead."""
@@ -240,14 +241,14 @@ def _remove_folders(record: SandboxRecord, report: SweepReport) -> None:
             report.add(record.id, "directory", name)
 
 
-def marked_processes(idents: set[str]) -> Iterator[tuple[str, int]]:
+def marked_processes(sandbox_ids: set[str]) -> Iterator[tuple[str, int]]:
     """Yield (sandbox id, pid) of the processes whose environment has the id of one of these sandboxes, except
     zombies."""
     if not LINUX:
         return
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and (ident := _marker(int(entry))) in idents:
-            yield ident, int(entry)
+        if entry.isdigit() and (sandbox_id := _marker(int(entry))) in sandbox_ids:
+            yield sandbox_id, int(entry)
 
 
 def _marker(pid: int) -> str:
@@ -259,43 +260,43 @@ def _marker(pid: int) -> str:
     return next((v[len(prefix) :].decode(errors="replace") for v in variables if v.startswith(prefix)), "")
 
 
-def describe_marked(ident: str) -> str:
+def describe_marked(sandbox_id: str) -> str:
     """Return pid, name and state of each process of this sandbox, such as `71 node (D)`, for an error message.
 
     State D: the process waits for the disk, and cannot be killed meanwhile.
     """
     described = []
-    for _, pid in marked_processes({ident}):
+    for _, pid in marked_processes({sandbox_id}):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
             described.append(f"{before.replace('(', '', 1)} ({after.split()[0]})")
     return ", ".join(described) or "none"
 
 
-def kill_marked(ident: str, seconds: float = 30.0) -> set[int]:
+def kill_marked(sandbox_id: str) -> set[int]:
     """Kill every process with this sandbox id and all its descendants, until none is left. Return their pids.
 
     All are stopped before any is killed, because the children of a killed process are no longer its descendants, and
     their own environment may lack the id.
     """
     killed: set[int] = set()
-    deadline = time.monotonic() + seconds
-    while any(marked_processes({ident})):
+    deadline = time.monotonic() + KILL_SECONDS
+    while any(marked_processes({sandbox_id})):
         stopped: set[tuple[int, str]] = set()
-        while fresh := _tree(ident) - stopped:
+        while fresh := _tree(sandbox_id) - stopped:
             for pid, start in fresh:
                 _signal(pid, start, signal.SIGSTOP)
             stopped |= fresh
         killed |= {pid for pid, start in stopped if _signal(pid, start, signal.SIGKILL)}
         if time.monotonic() > deadline:
-            raise SandboxError(f"processes of {ident} could not be killed: {sorted(stopped)}")
+            raise SandboxError(f"processes of {sandbox_id} could not be killed: {sorted(stopped)}")
         time.sleep(0.005)
     return killed
 
 
-def _tree(ident: str) -> set[tuple[int, str]]:
+def _tree(sandbox_id: str) -> set[tuple[int, str]]:
     """Return (pid, start time) of the marked processes and their descendants, except this process."""
-    marked = [pid for _, pid in marked_processes({ident})]
+    marked = [pid for _, pid in marked_processes({sandbox_id})]
     members = {*marked, *descendants(*marked)} - {os.getpid()}
     return {(pid, start) for pid in members if (start := start_time(pid)) is not None}
 

@@ -124,12 +124,12 @@ async def test_a_killed_owner_leaves_no_mount(kind: str, state_dir: Path) -> Non
         pytest.skip("run as root: nobody else can mount a file system")
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(state_dir)], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    ident = owner.stdout.readline().strip()
-    assert ident in loop_files() or not Path("/dev/loop-control").exists()
+    sandbox_id = owner.stdout.readline().strip()
+    assert sandbox_id in loop_files() or not Path("/dev/loop-control").exists()
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    await until(lambda: ident not in loop_files())
+    await until(lambda: sandbox_id not in loop_files())
 
 
 # ---------------------------------------------------------------- measuring

@@ -48,18 +48,18 @@ async def owner(kind: str, state_dir: Path) -> AsyncIterator[tuple[asyncio.subpr
         sys.executable, "-c", OWNER, kind, str(state_dir), cwd=ROOT, stdout=subprocess.PIPE
     )
     assert process.stdout is not None
-    ident = (await asyncio.wait_for(process.stdout.readline(), 120)).decode().strip()
-    assert ident
+    sandbox_id = (await asyncio.wait_for(process.stdout.readline(), 120)).decode().strip()
+    assert sandbox_id
     await until(lambda: alive(process) == 3, "the start of the three programs")
-    yield process, ident
+    yield process, sandbox_id
     if process.returncode is None:
         process.kill()
         await process.wait()
     await sweep(state_dir)
 
 
-def supervisors(ident: str, state_dir: Path) -> list[int]:
-    record = json.loads((state_dir / "records" / f"{ident}.json").read_text())
+def supervisors(sandbox_id: str, state_dir: Path) -> list[int]:
+    record = json.loads((state_dir / "records" / f"{sandbox_id}.json").read_text())
     return [pid for pid, _start in record["processes"]]
 
 
@@ -73,31 +73,31 @@ def alive(process: asyncio.subprocess.Process) -> int:
     return count
 
 
-async def containers(ident: str) -> int:
+async def containers(sandbox_id: str) -> int:
     async with docker_engine.docker_client() as engine:
-        label = json.dumps({"label": [f"{orphans.LABEL}={ident}"]})
+        label = json.dumps({"label": [f"{orphans.LABEL}={sandbox_id}"]})
         return len(await engine.containers.list(all=True, filters=label))
 
 
 async def test_sweep_removes_what_a_killed_owner_left(
     owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
 ) -> None:
-    process, ident = owner
-    assert list(orphans.marked_processes({ident}))
+    process, sandbox_id = owner
+    assert list(orphans.marked_processes({sandbox_id}))
     assert alive(process) == 3
     process.kill()
     await process.wait()
     if kind != "docker":
         # The control socket is closed, so everything ends at once, without a sweep.
-        await until(lambda: not list(orphans.marked_processes({ident})) and not alive(process))
+        await until(lambda: not list(orphans.marked_processes({sandbox_id})) and not alive(process))
     removed = await sweep(state_dir)
-    assert not list(orphans.marked_processes({ident}))
+    assert not list(orphans.marked_processes({sandbox_id}))
     assert alive(process) == 0
     assert [p for p in state_dir.rglob("*") if p.name != "records"] == []
-    kinds = {r.what for r in removed if r.sandbox == ident}
+    kinds = {r.what for r in removed if r.sandbox == sandbox_id}
     assert kinds >= ({"container", "record"} if kind == "docker" else {"directory", "record"})
     if kind == "docker":
-        assert await containers(ident) == 0
+        assert await containers(sandbox_id) == 0
     assert await sweep(state_dir) == []
 
 
@@ -105,14 +105,14 @@ async def test_sweep_removes_what_a_killed_owner_left(
 async def test_sweep_kills_processes_without_a_supervisor(
     owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
 ) -> None:
-    process, ident = owner
+    process, sandbox_id = owner
     process.send_signal(signal.SIGSTOP)  # so that it cannot clean up after its supervisor
-    for pid in supervisors(ident, state_dir)[:1]:
+    for pid in supervisors(sandbox_id, state_dir)[:1]:
         os.kill(pid, signal.SIGKILL)
     process.kill()
     await process.wait()
     await sweep(state_dir)
-    assert not list(orphans.marked_processes({ident}))
+    assert not list(orphans.marked_processes({sandbox_id}))
     assert alive(process) == 0
     assert [p for p in state_dir.rglob("*") if p.name != "records"] == []
 
@@ -120,11 +120,11 @@ async def test_sweep_kills_processes_without_a_supervisor(
 async def test_sweep_spares_living_owners(
     owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
 ) -> None:
-    process, ident = owner
+    process, sandbox_id = owner
     assert alive(process) == 3
     assert await sweep(state_dir) == []
     assert alive(process) == 3
-    assert [record.id for record in orphans.SandboxRegistry(state_dir).all()] == [ident]
+    assert [record.id for record in orphans.SandboxRegistry(state_dir).all()] == [sandbox_id]
     assert process.returncode is None
 
 
@@ -132,13 +132,13 @@ async def test_sweep_spares_living_owners(
 async def test_sweep_finds_a_container_by_its_label(
     owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
 ) -> None:
-    process, ident = owner
-    (state_dir / "records" / f"{ident}.json").unlink()
+    process, sandbox_id = owner
+    (state_dir / "records" / f"{sandbox_id}.json").unlink()
     process.kill()
     await process.wait()
     removed = await sweep(state_dir)
-    assert [r for r in removed if r.sandbox == ident and r.what == "container"]
-    assert await containers(ident) == 0
+    assert [r for r in removed if r.sandbox == sandbox_id and r.what == "container"]
+    assert await containers(sandbox_id) == 0
 
 
 # ---------------------------------------------------------------- who is dead
