@@ -120,7 +120,7 @@ class SupervisedSandbox(Sandbox):
             log = await asyncio.to_thread((self.base / "supervisor.log").read_text, errors="replace")
             raise SandboxError(f"the {self.kind} sandbox did not start: {log.strip()[-2000:]}") from None
         assert self._process is not None
-        pids = [self._process.pid] + ([reply["init"]] if reply["init"] else [])
+        pids = [self._process.pid] + ([reply["bwrap_pid"]] if reply["bwrap_pid"] else [])
         self._record.add_processes(pids)
         await uncancellable(asyncio.to_thread(self._registry.write, self._record))
         self._disk_folder = fds[0] if reply["disk"] else None
@@ -184,14 +184,14 @@ class SupervisedSandbox(Sandbox):
             "rlimits": self._rlimits(),
         }
         source = await _stdin_file(command.stdin)
-        ident, done = link.expect()
+        command_id, done = link.expect()
         callback_failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         out, err = (OutputPipe(command.output_limit, callback_failed, command.on_output) for _ in range(2))
         self._pipes |= {out, err}
         start = time.monotonic()
         try:
             # Sent even if cancelled meanwhile, so that the id of a started command is known and it can be killed.
-            await uncancellable(link.send({"id": ident, **message}, [source, out.writer, err.writer]))
+            await uncancellable(link.send({"id": command_id, **message}, [source, out.writer, err.writer]))
             for pipe in (out, err):
                 pipe.close_writer()
             either: set[asyncio.Future[Any]] = {done, callback_failed}
@@ -200,7 +200,7 @@ class SupervisedSandbox(Sandbox):
                 callback_failed.result()  # raises the callback's error; the command is killed below
             timed_out = not done.done()
             if timed_out:
-                await uncancellable(self._kill(link, ident, done))
+                await uncancellable(self._kill(link, command_id, done))
             reply, _ = done.result()
             seconds = time.monotonic() - start
             await _wait_for_output(out, err)
@@ -213,7 +213,7 @@ class SupervisedSandbox(Sandbox):
         except BaseException as error:
             if not done.done() and not link.ended.is_set():
                 try:
-                    await uncancellable(self._kill(link, ident, done))
+                    await uncancellable(self._kill(link, command_id, done))
                 except SandboxError as failed:
                     error.add_note(f"and the command could not be ended: {failed}")
             raise
@@ -226,9 +226,9 @@ class SupervisedSandbox(Sandbox):
                 pipe.discard()
             self._pipes = {pipe for pipe in self._pipes if not pipe.ended.is_set()}
 
-    async def _kill(self, link: ControlLink, ident: int, done: asyncio.Future[Reply]) -> None:
+    async def _kill(self, link: ControlLink, command_id: int, done: asyncio.Future[Reply]) -> None:
         """End a command's process tree and wait for its end. End the sandbox if a process resists."""
-        await link.call(op="kill", target=ident)
+        await link.call(op="kill", target=command_id)
         await asyncio.wait({done}, timeout=END_SECONDS)
         if not done.done():
             await self._end_unkillable(link, "a command")

@@ -16,19 +16,31 @@ from . import Channel, kernel
 from .shim import Identity, send_signal, shim
 
 
+class RunningCommand:
+    """A command that runs below a shim."""
+
+    def __init__(self, command_id: int, shim_pid: int, orders: int) -> None:
+        self.id = command_id
+        self.shim_pid = shim_pid
+        self.orders = orders
+        """The pipe to the shim."""
+        self.report = b""
+        """The bytes of the shim's report that have arrived."""
+        self.reported = False
+        """True once the exit status was sent to the owner. The shim still runs if the command left processes behind."""
+
+
 class Supervisor:
     def __init__(self, control: Channel) -> None:
         self.control = control
         self.selector = selectors.DefaultSelector()
-        self.orders: dict[int, int] = {}  # command id -> pipe to its shim
-        self.shims: dict[int, tuple[int, int, bytearray]] = {}  # status fd -> command id, shim pid, text
-        self.reported: set[int] = set()  # commands whose exit status was sent, and whose shim still runs
+        self.commands: dict[int, RunningCommand] = {}  # by the pipe from the shim
         self.cgroups: list[int] = []
         self.identity = Identity()
-        self.init = 0
-        self.init_fds: tuple[int, int] | None = None
-        self.first = -1  # pidfd of the sandbox's first process: readable when all processes inside have ended
-        # Commands whose shim ended without a report, kept until it is known whether init is alive.
+        self.bwrap_pid = 0
+        self.cat_stdin = self.cat_stdout = -1
+        self.init_pidfd = -1  # of the sandbox's first process: readable when all processes inside have ended
+        # Commands whose shim ended without a report, kept until it is known whether the sandbox lives.
         self.killed: list[int] = []
         self.ended = False
 
@@ -52,7 +64,7 @@ class Supervisor:
             if self.identity.uid is not None:
                 os.setgroups([])
             kernel.drop_privileges(self.identity.supervisor_capabilities)
-        self.control.send({**reply, "init": self.init}, out)
+        self.control.send({**reply, "bwrap_pid": self.bwrap_pid}, out)
         for fd in out:
             os.close(fd)
 
@@ -62,11 +74,11 @@ class Supervisor:
         `cat` echoes a line, which shows that all mounts are made. `cat` also keeps the sandbox open until this process
         ends, which closes the stdin of `cat`.
         """
-        stdin_read, stdin_write = os.pipe()
-        stdout_read, stdout_write = os.pipe()
+        stdin_read, self.cat_stdin = os.pipe()
+        self.cat_stdout, stdout_write = os.pipe()
         info_read, info_write = os.pipe()
-        self.init = os.fork()
-        if self.init == 0:
+        self.bwrap_pid = os.fork()
+        if self.bwrap_pid == 0:
             try:
                 # Not in the sandbox's control groups, where the kernel could kill it when programs fill the memory.
                 os.dup2(stdin_read, 0)
@@ -80,41 +92,52 @@ class Supervisor:
                 os._exit(127)
         for fd in (stdin_read, stdout_write, info_write):
             os.close(fd)
-        os.write(stdin_write, b"\n")
-        if os.read(stdout_read, 1) != b"\n":
-            status, self.init = os.waitpid(self.init, 0)[1], 0
+        os.write(self.cat_stdin, b"\n")
+        if os.read(self.cat_stdout, 1) != b"\n":
+            status = self.wait_for_bwrap()
             raise OSError(f"bwrap did not start the sandbox (see above); wait status {status}")
         with os.fdopen(info_read, "rb") as info:
             pid = int(json.loads(info.read())["child-pid"])
-        self.init_fds = (stdin_write, stdout_read)
-        self.first = os.pidfd_open(pid)
-        self.selector.register(stdout_read, selectors.EVENT_READ)
+        self.init_pidfd = os.pidfd_open(pid)
+        self.selector.register(self.cat_stdout, selectors.EVENT_READ)
         return pid
 
+    def wait_for_bwrap(self) -> int:
+        """Wait until bwrap has ended, and return its wait status."""
+        status, self.bwrap_pid = os.waitpid(self.bwrap_pid, 0)[1], 0
+        return status
+
     def serve(self) -> None:
+        """Handle requests and reports until the owner closes the control socket, or the sandbox ends."""
         self.selector.register(self.control.sock, selectors.EVENT_READ)
-        while True:
+        while not self.ended:
             for key, _events in self.selector.select():
                 if key.fileobj is self.control.sock:
-                    if not self.control.feed():
-                        return
-                    while (request := self.control.next()) is not None:
-                        self.handle(*request)
-                elif self.init_fds and key.fd == self.init_fds[1]:
-                    if not os.read(key.fd, 4096):  # init ended, and all other processes inside with it
-                        status, self.init = os.waitpid(self.init, 0)[1], 0
-                        # bwrap ends by itself only after its child; killed from outside, it has no exit status.
-                        if self.programs_can_resist and os.WIFEXITED(status):
-                            self.end_by_programs()
-                        return
-                    while self.killed:  # init answers, so only the shims of these commands were killed
-                        self.control.send({"id": self.killed.pop(0), "gone": True})
+                    self.read_requests()
+                elif key.fd == self.cat_stdout:
+                    self.read_echo()
                 else:
-                    self.read_status(key.fd)
-                    if self.killed and self.programs_can_resist:
-                        self.end_by_programs()
+                    self.read_report(key.fd)
                 if self.ended:
-                    return
+                    break
+
+    def read_requests(self) -> None:
+        if not self.control.feed():
+            self.ended = True
+            return
+        while (request := self.control.next()) is not None:
+            self.handle(*request)
+
+    def read_echo(self) -> None:
+        """Read the output of `cat`: an echo if the sandbox lives, the end of the output if it has ended."""
+        if os.read(self.cat_stdout, 4096):
+            while self.killed:  # only the shims of these commands were killed
+                self.control.send({"id": self.killed.pop(0), "gone": True})
+            return
+        # bwrap ends by itself only after its child; killed from outside, it has no exit status.
+        if os.WIFEXITED(self.wait_for_bwrap()) and self.programs_can_resist:
+            self.end_by_programs()
+        self.ended = True
 
     def handle(self, message: dict[str, Any], fds: list[int]) -> None:
         reply: dict[str, Any] = {"id": message["id"]}
@@ -126,7 +149,7 @@ class Supervisor:
             if message["op"] == "kill":
                 self.kill(message["target"])
             elif message["op"] == "running":
-                reply["running"] = len(self.shims)
+                reply["running"] = len(self.commands)
             elif message["op"] == "end":
                 if self.programs_can_resist:
                     self.end_by_programs()
@@ -160,75 +183,79 @@ class Supervisor:
                 os._exit(code)
         os.close(orders_read)
         os.close(status_write)
-        self.orders[message["id"]] = orders_write
-        self.shims[status_read] = (message["id"], pid, bytearray())
+        self.commands[status_read] = RunningCommand(message["id"], pid, orders_write)
         self.selector.register(status_read, selectors.EVENT_READ)
 
     def kill(self, target: int | None) -> None:
-        for ident, fd in self.orders.items():
-            if target in (None, ident):
+        for command in self.commands.values():
+            if target in (None, command.id):
                 try:
-                    os.write(fd, b"k")
+                    os.write(command.orders, b"k")
                 except BrokenPipeError:
                     continue  # its shim has ended: no process is left
 
-    def read_status(self, fd: int) -> None:
-        ident, pid, text = self.shims[fd]
+    def read_report(self, fd: int) -> None:
+        """Read from a command's shim: the command's exit status, and the end of the pipe when the shim has ended."""
+        command = self.commands[fd]
         data = os.read(fd, 1 << 16)
-        text += data
-        if b"\n" in text:
-            line, _, rest = bytes(text).partition(b"\n")
-            text[:] = rest
-            self.reported.add(ident)
-            self.control.send({"id": ident, **json.loads(line)})
-        if not data:
-            self.selector.unregister(fd)
-            os.close(fd)
-            os.close(self.orders.pop(ident))
-            del self.shims[fd]
-            os.waitpid(pid, 0)
-            if ident not in self.reported and self.init_fds:
-                # The shim was killed, usually with init. Init's echo, or its end, shows if init is alive.
-                self.killed.append(ident)
-                try:
-                    os.write(self.init_fds[0], b"\n")
-                except BrokenPipeError:
-                    return  # the end of its output follows
-            else:  # the owner ignores this if it already has the exit status
-                self.reported.discard(ident)
-                self.control.send({"id": ident, "gone": True})
+        command.report += data
+        if data.endswith(b"\n"):
+            command.reported = True
+            self.control.send({"id": command.id, **json.loads(command.report)})
+        if data:
+            return
+        self.selector.unregister(fd)
+        os.close(fd)
+        os.close(command.orders)
+        del self.commands[fd]
+        os.waitpid(command.shim_pid, 0)
+        if not command.reported:
+            self.shim_was_killed(command)
+
+    def shim_was_killed(self, command: RunningCommand) -> None:
+        """Report the command as killed, unless its shim was killed together with the whole sandbox."""
+        if self.init_pidfd < 0:
+            self.control.send({"id": command.id, "gone": True})
+            return
+        self.killed.append(command.id)
+        if self.programs_can_resist:
+            self.end_by_programs()
+            return
+        try:
+            os.write(self.cat_stdin, b"\n")  # the echo, or the end of the output, shows whether the sandbox lives
+        except BrokenPipeError:
+            return  # the end of the output follows
 
     @property
     def programs_can_resist(self) -> bool:
         """True if programs inside can signal the processes that would end them, because both run as the same user, as
         in bubblewrap without root."""
-        return self.init_fds is not None and self.identity.uid is None
+        return self.init_pidfd >= 0 and self.identity.uid is None
 
     def end_by_programs(self) -> None:
         """End everything inside, and report to the owner that programs inside made the sandbox end.
 
         The commands that are running count as killed."""
-        running = [*self.killed, *(ident for ident, _, _ in self.shims.values())]
+        running = [*self.killed, *(command.id for command in self.commands.values())]
         self.end()
         self.ended = True
         self.control.send({"id": 0, "ended_by_programs": True})
-        for ident in running:
-            self.control.send({"id": ident, "gone": True})
+        for command_id in running:
+            self.control.send({"id": command_id, "gone": True})
 
     def end(self) -> None:
         """Kill bwrap, which ends its process namespace, and order every shim to kill its process tree; wait until all
         processes inside have ended."""
-        if self.init:
-            send_signal(self.init, signal.SIGKILL)
+        if self.bwrap_pid:
+            send_signal(self.bwrap_pid, signal.SIGKILL)
         self.kill(None)
-        for _ident, pid, _text in self.shims.values():
-            os.waitpid(pid, 0)
-        self.shims.clear()
-        if self.init:
-            os.waitpid(self.init, 0)
-            self.init = 0
-        if self.first >= 0:
-            select.select([self.first], [], [])
+        for command in self.commands.values():
+            os.waitpid(command.shim_pid, 0)
+        self.commands.clear()
+        if self.bwrap_pid:
+            self.wait_for_bwrap()
+        if self.init_pidfd >= 0:
+            select.select([self.init_pidfd], [], [])
 
 
 def open_file(message: dict[str, Any]) -> int:
