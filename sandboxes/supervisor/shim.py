@@ -143,6 +143,31 @@ def missing_cwd(message: dict[str, Any]) -> bool:
     return not os.path.isdir(message["cwd"])
 
 
+def start_command(
+    message: dict[str, Any], fds: list[int], cgroups: list[int], identity: Identity
+) -> tuple[int, bytes]:
+    """Start the command. Return its pid, and the error that `run_command` wrote if the program could not be executed."""
+    failed_read, failed_write = os.pipe()
+    command = os.fork()
+    if command == 0:
+        run_command(message, fds, cgroups, identity, failed_write)
+    os.close(failed_write)
+    for fd in (*fds, *cgroups):
+        os.close(fd)
+    failure = os.read(failed_read, 1 << 16)
+    os.close(failed_read)
+    return command, failure
+
+
+def exit_report(wait_status: int, failure: bytes) -> bytes:
+    exit_code, note = os.waitstatus_to_exitcode(wait_status), None
+    if exit_code < 0:
+        exit_code = 128 - exit_code
+    if failure:
+        exit_code, note = json.loads(failure)
+    return json.dumps({"exit": exit_code, "note": note}).encode() + b"\n"
+
+
 def shim(
     message: dict[str, Any], fds: list[int], cgroups: list[int], identity: Identity, orders: int, status: int
 ) -> None:
@@ -163,41 +188,25 @@ def shim(
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    failed_read, failed_write = os.pipe()
-    command = os.fork()
-    if command == 0:
-        run_command(message, fds, cgroups, identity, failed_write)
-    os.close(failed_write)
-    for fd in (*fds, *cgroups):
-        os.close(fd)
-    failure = os.read(failed_read, 1 << 16)
-    os.close(failed_read)
+    command, failure = start_command(message, fds, cgroups, identity)
     selector = selectors.DefaultSelector()
     selector.register(orders, selectors.EVENT_READ)
     selector.register(wake_read, selectors.EVENT_READ)
     killing = False
     while True:
-        while True:
-            try:
-                pid, code = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                break
-            if pid == command:
-                exit_code = os.waitstatus_to_exitcode(code)
-                exit_code = 128 - exit_code if exit_code < 0 else exit_code
-                note = None
-                if failure:
-                    exit_code, note = json.loads(failure)
-                report = json.dumps({"exit": exit_code, "note": note})
-                os.write(status, report.encode() + b"\n")
+        try:
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return  # no process is left
+        if pid == command:
+            os.write(status, exit_report(wait_status, failure))
+        if pid != 0:
+            continue
         if killing:
             kill_tree(os.getpid(), command)
         for key, _events in selector.select(0.01 if killing else None):
             data = os.read(key.fd, 4096)
             if key.fd == orders:  # an order, or the end of the supervisor: both mean kill
                 killing = True
-                kill_tree(os.getpid(), command)
                 if not data:
                     selector.unregister(orders)
