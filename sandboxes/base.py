@@ -208,10 +208,10 @@ class Sandbox(ABC):
         self._registry = registry
         self._record = registry.new_record(self.kind)
         self.id = self._record.id
-        self.base = registry.state_dir / self.id
+        self.host_folder = registry.state_dir / self.id
         """A folder on the host for the sandbox's files, removed with the sandbox. Programs inside see it only in a
         `process` sandbox."""
-        self._record.dirs.append(str(self.base))
+        self._record.dirs.append(str(self.host_folder))
         self._closing: asyncio.Task[None] | None = None
         self._disk_watch: asyncio.Task[None] | None = None
 
@@ -252,7 +252,7 @@ class Sandbox(ABC):
 
     def _unregister(self) -> None:
         try:
-            remove_tree(self.base)
+            remove_tree(self.host_folder)
         except OSError as error:
             # Files that an agent left must not fail the caller. The record stays, and the next sweep tries again.
             log.warning("The folder of sandbox %s cannot be removed: %s", self.id, error)

@@ -40,10 +40,8 @@ class BubblewrapSandbox(SupervisedSandbox):
         self.base_env = {"PATH": SEARCH_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": "/tmp"}
 
     def _prepare(self) -> list[str]:
-        folders = {"home": HOME, "workspace": self.workdir}
-        folders |= {f"folder-{number}": folder for number, folder in enumerate(self.spec.folders)}
         binds = []
-        for name, target in folders.items():
+        for name, target in self._own_folders.items():
             if any(Path(target).is_relative_to(system) for system in SYSTEM):
                 raise SandboxError(
                     f"bubblewrap shows the host's {target}, so the sandbox cannot have a folder of its own there; "
@@ -54,8 +52,8 @@ class BubblewrapSandbox(SupervisedSandbox):
             if self.uid is not None:
                 os.chown(folder, self.uid, self.uid)
             binds += ["--bind", str(folder), target]
-        if disk.make_image(self.base / "disk.ext4", self._files, self.spec.limits):
-            self._disk_image = (str(self.base / "disk.ext4"), str(self._files))
+        if disk.make_image(self.host_folder / "disk.ext4", self._files, self.spec.limits):
+            self._disk_image = (str(self.host_folder / "disk.ext4"), str(self._files))
         if self.uid is not None:
             binds += self._user_files(self.uid)
         if self.spec.hosts:
@@ -64,12 +62,12 @@ class BubblewrapSandbox(SupervisedSandbox):
         for mount in self.spec.mounts:
             binds += ["--ro-bind", str(mount.source.absolute()), mount.target]
         # The root is a small tmpfs with nothing but mount points. It is made read-only last.
-        targets = [*folders.values(), *(mount.target for mount in self.spec.mounts)]
+        targets = [*self._own_folders.values(), *(mount.target for mount in self.spec.mounts)]
         return [*bwrap_command(self.spec.limits.memory_mb), *_parents(targets), *binds, "--remount-ro", "/"]
 
     @property
     def _files(self) -> Path:
-        return self.base / "disk"
+        return self.host_folder / "disk"
 
     @property
     def _watched_folders(self) -> list[Path]:
@@ -82,7 +80,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         for name, line in (("passwd", f"agent:x:{uid}:{uid}::{HOME}:/bin/sh"), ("group", f"agent:x:{uid}:")):
             system = Path("/etc") / name
             if system.exists():
-                file = self.base / name
+                file = self.host_folder / name
                 file.write_text(system.read_text() + line + "\n")
                 file.chmod(0o644)
                 mounts += ["--ro-bind", str(file), str(system)]
@@ -95,7 +93,7 @@ class BubblewrapSandbox(SupervisedSandbox):
             raise SandboxError(
                 "this machine has no /etc/hosts: create an empty one, because the sandbox's own file is mounted over it"
             )
-        file = self.base / "hosts"
+        file = self.host_folder / "hosts"
         file.write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", *self.spec.hosts)))
         file.chmod(0o644)
         return ["--ro-bind", str(file), str(system.resolve())]

@@ -102,7 +102,7 @@ class DockerSandbox(Sandbox):
         self._user = await image_user(engine, image)
         try:
             # Not cancelled half-way, because the engine could create the container after the clean-up looked for it.
-            system_calls = await seccomp_option(info, self.base)
+            system_calls = await seccomp_option(info, self.host_folder)
             config = self._config(image, system_calls)
             self._container = await uncancellable(engine.containers.create(config, name=self.id))
             await uncancellable(self._container.start())

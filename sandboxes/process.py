@@ -88,7 +88,13 @@ class SupervisedSandbox(Sandbox):
     @property
     def _files(self) -> Path:
         """The folder of this machine that holds the sandbox's own folders."""
-        return self.base
+        return self.host_folder
+
+    @property
+    def _own_folders(self) -> dict[str, str]:
+        """The sandbox's own folders: name below `_files` -> path inside."""
+        further = {f"folder-{number}": folder for number, folder in enumerate(self.spec.folders)}
+        return {"home": self.home, "workspace": self.workdir, **further}
 
     @property
     @abstractmethod
@@ -117,7 +123,7 @@ class SupervisedSandbox(Sandbox):
         try:
             reply, fds = await future
         except SandboxEnded:
-            log = await asyncio.to_thread((self.base / "supervisor.log").read_text, errors="replace")
+            log = await asyncio.to_thread((self.host_folder / "supervisor.log").read_text, errors="replace")
             raise SandboxError(f"the {self.kind} sandbox did not start: {log.strip()[-2000:]}") from None
         assert self._process is not None
         pids = [self._process.pid] + ([reply["bwrap_pid"]] if reply["bwrap_pid"] else [])
@@ -134,12 +140,12 @@ class SupervisedSandbox(Sandbox):
 
     def _make(self) -> list[str] | None:
         self._registry.write(self._record)
-        self.base.mkdir(mode=0o700)
+        self.host_folder.mkdir(mode=0o700)
         return self._prepare()
 
     def _spawn(self, control: socket.socket) -> None:
         folder = str(Path(__file__).parent)
-        with (self.base / "supervisor.log").open("wb") as log:
+        with (self.host_folder / "supervisor.log").open("wb") as log:
             # Assigned here and not returned, because a cancelled caller would lose the process.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", START, folder, str(control.fileno())],
@@ -271,17 +277,17 @@ class SupervisedSandbox(Sandbox):
 
     async def read_tree(self, path: str | None = None) -> SandboxTree:
         await self.kill_all()
-        return await asyncio.to_thread(FolderTree, self._host_folder(path or self.workdir))
+        return await asyncio.to_thread(FolderTree, self._folder_on_host(path or self.workdir))
 
-    def _host_folder(self, path: str) -> Path:
+    def _folder_on_host(self, path: str) -> Path:
         """Return the folder of this machine that is visible inside at `path`."""
-        folders = {"workspace": self.workdir, "home": self.home}
-        place = self._files if self._disk_folder is None else Path(f"/proc/self/fd/{self._disk_folder}")
-        folders |= {f"folder-{number}": folder for number, folder in enumerate(self.spec.folders)}
-        for name, inside in folders.items():
-            if posixpath.normpath(path) == posixpath.normpath(inside):
-                return place / name
-        raise SandboxError(f"{path} is not one of the sandbox's own folders, so it cannot be read from outside")
+        # Of two folders at the same path, the later one is visible.
+        names = {posixpath.normpath(inside): name for name, inside in self._own_folders.items()}
+        name = names.get(posixpath.normpath(path))
+        if name is None:
+            raise SandboxError(f"{path} is not one of the sandbox's own folders, so it cannot be read from outside")
+        files = self._files if self._disk_folder is None else Path(f"/proc/self/fd/{self._disk_folder}")
+        return files / name
 
 
 class ProcessSandbox(SupervisedSandbox):
@@ -289,10 +295,10 @@ class ProcessSandbox(SupervisedSandbox):
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
         super().__init__(spec, registry)
-        self.home = str(self.base / "home")
-        self.workdir = str(self.base / "workspace")
+        self.home = str(self.host_folder / "home")
+        self.workdir = str(self.host_folder / "workspace")
         inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
-        self.base_env = {"PATH": os.defpath, "TERM": "dumb", "TMPDIR": str(self.base / "tmp"), **inherited}
+        self.base_env = {"PATH": os.defpath, "TERM": "dumb", "TMPDIR": str(self.host_folder / "tmp"), **inherited}
         limits = spec.limits
         if limits.cpus is not None:
             self.unenforced += ("cpus: the limit needs control groups; use bubblewrap or docker",)
@@ -321,11 +327,11 @@ class ProcessSandbox(SupervisedSandbox):
         if self.spec.mounts:
             self.unenforced += ("read-only mounts: files are as writable as they are for this user",)
         for name in ("home", "workspace", "tmp"):
-            (self.base / name).mkdir(mode=0o700)
+            (self.host_folder / name).mkdir(mode=0o700)
 
     @property
     def _watched_folders(self) -> list[Path]:
-        return [self.base / name for name in ("home", "workspace", "tmp")]
+        return [self.host_folder / name for name in ("home", "workspace", "tmp")]
 
     def _rlimits(self) -> dict[str, int]:
         return process_limits(self.spec.limits)

@@ -177,7 +177,7 @@ class Escapes:
         return int(listener.getsockname()[1])
 
     def neighbour_files(self, other: Sandbox) -> list[str]:
-        places = [other.base / name for name in ("workspace", "disk/workspace")]
+        places = [other.host_folder / name for name in ("workspace", "disk/workspace")]
         return [f"{place}/secret" for place in places]
 
     # More than its share

@@ -66,7 +66,7 @@ async def save_base(sandbox: Sandbox, *, snapshot: bool) -> BaseTree:
     Raises `WorkspaceError` if the workspace cannot be copied.
     """
     tree, pack = await pack_files(sandbox, snapshot=snapshot)
-    repository = sandbox.base / "base.git"
+    repository = sandbox.host_folder / "base.git"
     try:
         await asyncio.to_thread(repository.parent.mkdir, mode=0o700, exist_ok=True)
         await clean_git("init", "-q", "--bare", "--template=", str(repository))
