@@ -30,23 +30,26 @@ async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
     """Return the score of the task's evaluators.
 
     Raises InfrastructureError or EvaluatorError if they fail without the patch as well."""
-    control = replace(work, patch=b"")
     try:
         score = await _evaluate(work, sandboxes)
     except (InfrastructureError, EvaluatorError) as error:
-        if not work.patch.strip() or await _without_verdict(control, sandboxes):
+        if not work.patch.strip() or await _missing_verdicts_of_control(work, sandboxes):
             raise
-        # Once more, because the machine's fault may have passed meanwhile.
         log.warning("an evaluation failed with the agent's patch and not without it: %s; evaluating once more", error)
-        try:
-            score = await _evaluate(work, sandboxes)
-        except (InfrastructureError, EvaluatorError) as again:
-            return Score(0.0, {"solved": False, "broke_evaluation": str(again)})
-        return _with_patch_at_fault(score) if _silent(work, score) else score
-    silent = _silent(work, score)
-    if not silent or not work.patch.strip() or silent <= await _without_verdict(control, sandboxes):
+        return await _score_again(work, sandboxes)
+    missing = _missing_verdicts(work, score)
+    if not missing or not work.patch.strip() or missing <= await _missing_verdicts_of_control(work, sandboxes):
         return score
     return _with_patch_at_fault(score)
+
+
+async def _score_again(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
+    """Score the work a second time, because the machine's fault may have passed. The control had all verdicts."""
+    try:
+        score = await _evaluate(work, sandboxes)
+    except (InfrastructureError, EvaluatorError) as error:
+        return Score(0.0, {"solved": False, "broke_evaluation": str(error)})
+    return _with_patch_at_fault(score) if _missing_verdicts(work, score) else score
 
 
 async def _evaluate(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
@@ -55,21 +58,21 @@ async def _evaluate(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
             return await evaluate(work, sandboxes)
 
 
-async def _without_verdict(work: EvaluationInput, sandboxes: SandboxFactory) -> set[int]:
-    """Evaluate the work. Return the positions of the evaluators without a verdict; after an error, return all
-    positions."""
+async def _missing_verdicts_of_control(work: EvaluationInput, sandboxes: SandboxFactory) -> set[int]:
+    """Evaluate without the agent's patch. Return the evaluators without a verdict; after an error, all evaluators."""
+    control = replace(work, patch=b"")
     try:
-        return _silent(work, await _evaluate(work, sandboxes))
+        return _missing_verdicts(control, await _evaluate(control, sandboxes))
     except (InfrastructureError, EvaluatorError) as error:
         log.warning("the evaluation fails without the agent's patch as well: %s", error)
         return set(range(len(work.task.evaluators)))
 
 
-def _silent(work: EvaluationInput, score: Score) -> set[int]:
+def _missing_verdicts(work: EvaluationInput, score: Score) -> set[int]:
     """Return the positions of the evaluators that gave no reward, except those of the kind `python`."""
     kinds = [evaluator.kind for evaluator in work.task.evaluators]
     rewards = [score.reward] if len(kinds) == 1 else [part["reward"] for part in score.detail.get("parts", ())]
-    return {place for place, reward in enumerate(rewards) if reward is None and kinds[place] != "python"}
+    return {number for number, reward in enumerate(rewards) if reward is None and kinds[number] != "python"}
 
 
 def _with_patch_at_fault(score: Score) -> Score:
