@@ -13,6 +13,7 @@ ignored files count too. Files in nested repositories count, but not the `.git` 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
@@ -82,11 +83,8 @@ async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | Non
 
     If the changes are too large or cannot be read, return (an empty diff, the reason)."""
     try:
-        tree = await sandbox.read_tree()
-    except TreeTooLarge as error:
-        return b"", str(error)
-    try:
-        return await asyncio.to_thread(_diff, tree, base), None
+        with contextlib.closing(await sandbox.read_tree()) as tree:
+            return await asyncio.to_thread(_diff, tree, base), None
     except TreeTooLarge as error:
         return b"", str(error)
     except GitOutputTooLargeError:
@@ -94,8 +92,6 @@ async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | Non
     except CleanGitError as error:
         await _check_repository(base)
         return b"", str(error)
-    finally:
-        tree.close()
 
 
 def _diff(tree: SandboxTree, base: BaseTree) -> bytes:

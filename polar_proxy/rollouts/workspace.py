@@ -130,21 +130,20 @@ async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = 
 
     If `Environment.snapshot` is set, leave the task's files as they are instead."""
     environment = task.environment
+    from_image = uses_image(environment, sandbox.kind)
     await write_task_files(task, sandbox, bundle)
-    if uses_image(environment, sandbox.kind) and environment.hide:
+    if from_image and environment.hide:
         await _shell(sandbox, 'rm -rf -- "$@"', *environment.hide)
-    if environment.snapshot:
+    if environment.snapshot or bundle is not None:  # a bundle has one branch already
         return
-    if bundle is None and uses_image(environment, sandbox.kind) and await _is_repository(sandbox):
+    if from_image and await _is_repository(sandbox):
         await truncate_git_history(sandbox, environment.base_commit)
-    elif bundle is None:
-        if (commit := environment.base_commit) is not None:
-            raise WorkspaceError(
-                f"{sandbox.workdir} in the image is not a git repository, so it has no commit {commit}"
-            )
-        await git(sandbox, "init", "-q", "-b", _BRANCH)
-        await git(sandbox, "add", "-A")
-        await git(sandbox, *_QUIET, "commit", "-q", "--allow-empty", "-m", "Initial commit")
+        return
+    if (commit := environment.base_commit) is not None:
+        raise WorkspaceError(f"{sandbox.workdir} in the image is not a git repository, so it has no commit {commit}")
+    await git(sandbox, "init", "-q", "-b", _BRANCH)
+    await git(sandbox, "add", "-A")
+    await git(sandbox, *_QUIET, "commit", "-q", "--allow-empty", "-m", "Initial commit")
 
 
 async def pack_files(sandbox: Sandbox, *, snapshot: bool) -> tuple[str, bytes]:
@@ -247,14 +246,13 @@ async def _run(
     limit: int = _OUTPUT_LIMIT,
 ) -> bytes:
     result = await sandbox.exec(argv, env=_ENV, timeout=seconds, stdin=stdin, output_limit=limit)
-    if result.timed_out or result.exit_code != 0 or result.truncated:
-        problem = (
-            "was too slow"
-            if result.timed_out
-            else f"printed more than {limit >> 20} MB"
-            if result.truncated
-            else "failed"
-        )
-        message = result.stderr.decode(errors="replace").strip()[-400:]
-        raise WorkspaceError(f"{what} {problem} in the sandbox: {message or f'exit {result.exit_code}'}")
-    return result.stdout
+    if result.timed_out:
+        problem = "was too slow"
+    elif result.truncated:
+        problem = f"printed more than {limit >> 20} MB"
+    elif result.exit_code != 0:
+        problem = "failed"
+    else:
+        return result.stdout
+    message = result.stderr.decode(errors="replace").strip()[-400:]
+    raise WorkspaceError(f"{what} {problem} in the sandbox: {message or f'exit {result.exit_code}'}")
