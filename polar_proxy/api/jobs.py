@@ -177,9 +177,9 @@ async def _submit(context: ApiContext, body: m.JobRequest, idempotency_key: str 
     if context.service is not None:
         row, new = await context.service.submit(tasks, spec, idempotency_key=idempotency_key)
     else:
-        harnesses = context.settings.harness_cache
+        cache = context.settings.harness_cache
         row, new = await submit(
-            context.store, tasks, spec, idempotency_key=idempotency_key, code=code, harnesses=harnesses
+            context.store, tasks, spec, idempotency_key=idempotency_key, code=code, harness_cache=cache
         )
     return convert(m.SubmittedJob, row, new=new, refused=refused)
 

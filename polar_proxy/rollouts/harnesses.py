@@ -41,7 +41,7 @@ class HarnessInstaller:
         """`cache` is a folder that all processes of this machine share. It contains each installed version of each
         agent, and the definition files of agents that the user has added. `code` lists the Python adapters that may be
         used besides Polar's own."""
-        self.folder = cache
+        self.cache = cache
         self._code = code
         self._note = note
         self._ready: dict[str, ReadyHarness] = {}
@@ -51,11 +51,11 @@ class HarnessInstaller:
         """Return the agent NAME[@VERSION], installing it first if necessary. Raises HarnessError."""
         async with self._locks[name]:
             if name not in self._ready:
-                adapter, version = _find_adapter(name, self.folder, self._code)
-                if not await asyncio.to_thread(adapter.is_installed, self.folder, version):
+                adapter, version = _find_adapter(name, self.cache, self._code)
+                if not await asyncio.to_thread(adapter.is_installed, self.cache, version):
                     shown = version or adapter.default_version
                     self._note(f"installing {adapter.name} {shown} (once; a minute or two)")
-                installed = await asyncio.to_thread(adapter.install, self.folder, version)
+                installed = await asyncio.to_thread(adapter.install, self.cache, version)
                 self._ready[name] = ReadyHarness(adapter, installed)
             return self._ready[name]
 

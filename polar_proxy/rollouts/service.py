@@ -52,15 +52,15 @@ class SilentReporter:
 
 
 class RolloutService:
-    """`async with RolloutService(store, gateway, engine, harnesses) as service:` runs queued rollouts until the block
-    ends; rollouts in flight then go back into the queue (call `worker.drain` first to let them end)."""
+    """`async with RolloutService(store, gateway, engine, harness_cache) as service:` runs queued rollouts until the
+    block ends; rollouts in flight then go back into the queue (call `worker.drain` first to let them end)."""
 
     def __init__(
         self,
         store: Store,
         gateway: Gateway,
         engine: Engine,
-        harnesses: Path,
+        harness_cache: Path,
         *,
         limits: ServiceLimits | None = None,
         reporter: ProgressReporter | None = None,
@@ -72,7 +72,7 @@ class RolloutService:
         on_rollout_end: Callable[[str], None] = lambda rollout_id: None,
         home: Path | None = None,
     ) -> None:
-        """`harnesses` is the folder of installed agents. `home` is the folder of the certificate authority for agents
+        """`harness_cache` is the folder of installed agents. `home` is the folder of the certificate authority for agents
         whose calls are intercepted. `code` lists the Python objects that tasks and rollouts may refer to by name. With
         `job_id` the service works only on that job. `remote_scorer` scores on another machine when scoring here would
         have to wait. `on_rollout_end` is called with a rollout's id after each attempt. By then the rollout has its
@@ -85,7 +85,7 @@ class RolloutService:
         self._checked_version: str | None = None
         self._prebuilt = PrebuiltImageCache() if limits.prebuild else None
         self._docker_runtime = limits.sandboxes.docker_runtime
-        self.harnesses = HarnessInstaller(harnesses, note, code)
+        self.harnesses = HarnessInstaller(harness_cache, note, code)
         self.pool = SandboxPool(limits.pool_size, refill=limits.refill, opener=opener)
         self.self_tests = SelfTests(limits.sandboxes.self_test, limits.sandboxes.docker_runtime)
         self.engine_monitor = EngineMonitor(engine, limits.engine_patience, limits.admission)
@@ -95,9 +95,24 @@ class RolloutService:
             may_run=lambda request: self.engine_monitor.busy() or memory.refusal(request),
             engine_ready=lambda request: self.engine_monitor.down(),
         )
+        runner = AttemptRunner(
+            store=store,
+            gateway=gateway,
+            engine=engine,
+            harnesses=self.harnesses,
+            pool=self.pool,
+            limits=self.stages,
+            reporter=self._reporter,
+            remote_scorer=remote_scorer,
+            prebuilt=self._prebuilt,
+            sandbox_settings=limits.sandboxes,
+            self_tests=self.self_tests,
+            interception=SandboxInterception(home, gateway.settings.model_hosts),
+            code=code,
+        )
         self.worker = Worker(
             store,
-            self._attempt_runner(gateway, limits, remote_scorer, home).run,
+            runner.run,
             limits,
             policy_version=self._read_policy_version,
             on_release=memory.release,
@@ -113,25 +128,6 @@ class RolloutService:
         `given`: further arguments of the constructor; they override the values from the settings."""
         defaults = {"limits": ServiceLimits.of(settings), "code": settings.code(), "home": settings.home}
         return cls(store, gateway, engine, settings.harness_cache, **{**defaults, **given})
-
-    def _attempt_runner(
-        self, gateway: Gateway, limits: ServiceLimits, remote_scorer: RemoteScorer | None, home: Path | None
-    ) -> AttemptRunner:
-        return AttemptRunner(
-            self._store,
-            gateway,
-            self._engine,
-            self.harnesses,
-            self.pool,
-            self.stages,
-            self._reporter,
-            remote_scorer,
-            self._prebuilt,
-            limits.sandboxes,
-            self.self_tests,
-            SandboxInterception(home, gateway.settings.model_hosts),
-            self._code,
-        )
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -175,7 +171,7 @@ class RolloutService:
     ) -> tuple[JobRow, bool]:
         """Queue a job. Return the job, and whether it is new."""
         version = await self._engine.weight_version() if spec.overflow == "keep" else None
-        job = await submit(
+        job, is_new = await submit(
             self._store,
             tasks,
             spec,
@@ -183,10 +179,10 @@ class RolloutService:
             idempotency_key=idempotency_key,
             policy_version=version,
             code=self._code,
-            harnesses=self.harnesses.folder,
+            harness_cache=self.harnesses.cache,
         )
         self.worker.wake()
-        return job
+        return job, is_new
 
     async def cancel(self, job_group_or_rollout: str) -> list[str]:
         """Cancel a job, a group or a rollout by its id; return the affected rollouts that any process had in flight.
@@ -255,14 +251,14 @@ async def submit(
     harness: str | None = None,
     policy_version: str | None = None,
     code: AllowedCode = NO_CODE,
-    harnesses: Path | None = None,
+    harness_cache: Path | None = None,
 ) -> tuple[JobRow, bool]:
     """Queue a job, whether or not a worker runs. Return the job, and whether it is new (see `store.jobs.submit`).
 
     `info` (the engine) and `harness` (name and version of the agent, by default those that `spec` names) are recorded
     with the rollouts. `owned`: the job belongs to this process. `policy_version`: the current policy version, if it is
     known. Rollouts that earlier jobs kept (`overflow`) are not carried over to this job if they are too old for this
-    version. `code` and `harnesses` (the folder with the user's definition files): the agents that the job may name
+    version. `code` and `harness_cache` (the folder with the user's definition files): the agents that the job may name
     besides Polar's own.
 
     Raises UsageError if `spec` cannot be carried out, if the agent cannot be used, or if the idempotency key belongs to
@@ -275,36 +271,42 @@ async def submit(
             "continue the rollouts that are kept. Use `polar submit`."
         )
     if harness is None:
-        harness = await asyncio.to_thread(harness_label, spec.harness, harnesses, code)
+        harness = await asyncio.to_thread(harness_label, spec.harness, harness_cache, code)
     for task in tasks:
         await store.tasks.put(task.task_id, task.family, task.seed, task.instruction, task_to_json(task))
-    config = spec.rollout().model_dump(mode="json")
-    engine, model = ("", "") if info is None else (f"{info.engine} {info.version}", info.model)
-    groups = [
-        NewGroup(
-            task.task_id,
-            spec.group_size or spec.samples,
-            {"group_policy": spec.group_policy, **(KEEP_OVERFLOW if keep else {})},
-            (NewRollout(harness, spec.sandbox, engine, model, task.seed, config),) * spec.samples,
-            spec.for_training,
-            spec.max_staleness,
-        )
-        for task in tasks
-    ]
     job, is_new = await store.jobs.submit(
         {"tasks": [task.task_id for task in tasks], **spec.identity()},
-        groups,
+        _groups(tasks, spec, harness, info),
         idempotency_key=idempotency_key,
         priority=spec.priority,
         label=spec.label,
         owned=owned,
         callback_url=spec.callback_url,
     )
-    for group in await store.groups.of_job(job.job_id) if keep and is_new else []:
+    if keep and is_new:
         bound = 1 if spec.max_staleness is None else spec.max_staleness
-        await store.groups.carry_over(group.group_id, policy_version=policy_version, max_staleness=bound)
-        await store.groups.settle(group.group_id)
+        for group in await store.groups.of_job(job.job_id):
+            await store.groups.carry_over(group.group_id, policy_version=policy_version, max_staleness=bound)
+            await store.groups.settle(group.group_id)
     return job, is_new
+
+
+def _groups(tasks: Sequence[Task], spec: JobSpec, harness: str, info: EngineInfo | None) -> list[NewGroup]:
+    """Return the groups of a new job, one for each task."""
+    config = spec.rollout().model_dump(mode="json")
+    policy = {"group_policy": spec.group_policy, **(KEEP_OVERFLOW if spec.overflow == "keep" else {})}
+    engine, model = ("", "") if info is None else (f"{info.engine} {info.version}", info.model)
+    return [
+        NewGroup(
+            task.task_id,
+            spec.group_size or spec.samples,
+            policy,
+            (NewRollout(harness, spec.sandbox, engine, model, task.seed, config),) * spec.samples,
+            spec.for_training,
+            spec.max_staleness,
+        )
+        for task in tasks
+    ]
 
 
 async def cancel(store: Store, job_group_or_rollout: str) -> list[str]:
