@@ -96,14 +96,39 @@ allowed, which lists network interfaces."""
 
 _LOAD, _RETURN = 0x20, 0x06
 _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT = 0x15, 0x35, 0x45
-_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_ERRNO = 0x00050000
 _NUMBER, _ARCHITECTURE = 0, 4  # offsets in `struct seccomp_data`
 _X32 = 0x40000000
+
+Instruction = tuple[int, int, int, int]
+"""A `struct sock_filter`: operation, how many instructions to skip if its comparison is true, and if false, operand."""
+_ALLOW: Instruction = (_RETURN, 0, 0, 0x7FFF0000)
 
 
 def _argument(index: int) -> int:
     """Return the offset of the low 32 bits of an argument (both architectures are little-endian)."""
     return 16 + 8 * index
+
+
+def _load(offset: int) -> Instruction:
+    return _LOAD, 0, 0, offset
+
+
+def _refuse(code: int) -> Instruction:
+    return _RETURN, 0, 0, _ERRNO | code
+
+
+def _if(jump: int, value: int, action: Instruction) -> list[Instruction]:
+    return [(jump, 0, 1, value), action]
+
+
+def _unless(jump: int, value: int, action: Instruction) -> list[Instruction]:
+    return [(jump, 1, 0, value), action]
+
+
+def _only_for(call: int, checks: list[Instruction]) -> list[Instruction]:
+    """Return instructions that run `checks` for this system call only, and allow the call if no check refuses it."""
+    return [(_JUMP_EQUAL, 0, len(checks) + 1, call), *checks, _ALLOW]
 
 
 def bpf_program(machine: str | None = None) -> bytes | None:
@@ -115,46 +140,28 @@ def bpf_program(machine: str | None = None) -> bytes | None:
     if machine not in ARCHITECTURES:
         return None
     column = list(ARCHITECTURES).index(machine)
-    program: list[tuple[int, int, int, int]] = []
-
-    def refuse_unless(jump: int, value: int, code: int) -> None:
-        program.extend([(jump, 1, 0, value), (_RETURN, 0, 0, _ERRNO | code)])
-
-    def refuse_if(jump: int, value: int, code: int = errno.EPERM) -> None:
-        program.extend([(jump, 0, 1, value), (_RETURN, 0, 0, _ERRNO | code)])
-
-    def load(offset: int) -> None:
-        program.append((_LOAD, 0, 0, offset))
-
-    def only_for(call: tuple[int, int], checks: list[tuple[int, int, int, int]]) -> None:
-        """Append instructions that run `checks` for this system call only, and allow the call if no check refuses
-        it."""
-        program.append((_JUMP_EQUAL, 0, len(checks) + 1, call[column]))
-        program.extend([*checks, (_RETURN, 0, 0, _ALLOW)])
-
-    load(_ARCHITECTURE)
-    refuse_unless(_JUMP_EQUAL, ARCHITECTURES[machine], errno.ENOSYS)  # programs of 32 bits have other numbers
-    load(_NUMBER)
-    refuse_if(_JUMP_GREATER_EQUAL, _X32, errno.ENOSYS)
-    refuse_if(_JUMP_EQUAL, CLONE3[column], errno.ENOSYS)
+    refuse, unknown, no_family = _refuse(errno.EPERM), _refuse(errno.ENOSYS), _refuse(errno.EAFNOSUPPORT)
+    program = [
+        _load(_ARCHITECTURE),
+        *_unless(_JUMP_EQUAL, ARCHITECTURES[machine], unknown),  # programs of 32 bits have other numbers
+        _load(_NUMBER),
+        *_if(_JUMP_GREATER_EQUAL, _X32, unknown),
+        *_if(_JUMP_EQUAL, CLONE3[column], unknown),
+    ]
     for numbers in REFUSED.values():
-        number = numbers[column]
-        if number is not None:
-            refuse_if(_JUMP_EQUAL, number)
-    refused = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
-    namespaces = sum(NAMESPACE_FLAGS)
-    only_for(CLONE, [(_LOAD, 0, 0, _argument(0)), (_JUMP_ANY_BIT, 0, 1, namespaces), refused])
-    only_for(UNSHARE, [(_LOAD, 0, 0, _argument(0)), (_JUMP_ANY_BIT, 0, 1, namespaces | CLONE_NEWTIME), refused])
-    injections = [line for value in TERMINAL_INJECTION for line in ((_JUMP_EQUAL, 0, 1, value), refused)]
-    only_for(IOCTL, [(_LOAD, 0, 0, _argument(1)), *injections])
-    no_family = (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)
-    allowed = (_RETURN, 0, 0, _ALLOW)
-    families = [line for family in SOCKET_FAMILIES[:-1] for line in ((_JUMP_EQUAL, 0, 1, family), allowed)]
-    netlink = [(_JUMP_EQUAL, 1, 0, AF_NETLINK), no_family]
-    routes = [(_LOAD, 0, 0, _argument(2)), (_JUMP_EQUAL, 1, 0, NETLINK_ROUTE), no_family]
-    only_for(SOCKET, [(_LOAD, 0, 0, _argument(0)), *families, *netlink, *routes])
-    program.append((_RETURN, 0, 0, _ALLOW))
-    return b"".join(struct.pack("HBBI", *line) for line in program)
+        if (number := numbers[column]) is not None:
+            program += _if(_JUMP_EQUAL, number, refuse)
+    flags = sum(NAMESPACE_FLAGS)
+    program += _only_for(CLONE[column], [_load(_argument(0)), *_if(_JUMP_ANY_BIT, flags, refuse)])
+    program += _only_for(UNSHARE[column], [_load(_argument(0)), *_if(_JUMP_ANY_BIT, flags | CLONE_NEWTIME, refuse)])
+    injections = [line for request in TERMINAL_INJECTION for line in _if(_JUMP_EQUAL, request, refuse)]
+    program += _only_for(IOCTL[column], [_load(_argument(1)), *injections])
+    families = [line for family in SOCKET_FAMILIES[:-1] for line in _if(_JUMP_EQUAL, family, _ALLOW)]
+    netlink = _unless(_JUMP_EQUAL, AF_NETLINK, no_family)
+    routes = [_load(_argument(2)), *_unless(_JUMP_EQUAL, NETLINK_ROUTE, no_family)]
+    program += _only_for(SOCKET[column], [_load(_argument(0)), *families, *netlink, *routes])
+    program.append(_ALLOW)
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
 
 def docker_profile() -> dict[str, Any]:

@@ -136,7 +136,7 @@ class Cluster:
     # One task for each node
 
     async def _watch_nodes(self) -> None:
-        node_count = None
+        had_nodes = True
         while True:
             try:
                 alive = await self._alive()
@@ -146,23 +146,25 @@ class Cluster:
                 continue
             self._scoring_resources = scoring_resources(alive)
             self._plans = {plan.node_id: plan for plan in plan_nodes(alive)}
-            for node_id, task in list(self._keepers.items()):
-                if task.done():
-                    del self._keepers[node_id]
-                    if not task.cancelled() and (failure := task.exception()) is not None:
-                        log.error(
-                            "node %s: the task that keeps an actor on it failed and is restarted",
-                            node_id,
-                            exc_info=failure,
-                        )
+            self._drop_ended_keepers()
             for node_id, plan in self._plans.items():
                 if node_id not in self._keepers:
-                    self._keepers[node_id] = asyncio.create_task(
-                        self._keep_working(plan), name=f"polar-node-{node_id[:8]}"
-                    )
-            if node_count != (node_count := len(self._plans)) and not node_count:
+                    name = f"polar-node-{node_id[:8]}"
+                    self._keepers[node_id] = asyncio.create_task(self._keep_working(plan), name=name)
+            if had_nodes and not self._plans:
                 self._note("the cluster has no node that takes work: add one with `polar node`")
+            had_nodes = bool(self._plans)
             await asyncio.sleep(_POLL_SECONDS)
+
+    def _drop_ended_keepers(self) -> None:
+        for node_id, task in list(self._keepers.items()):
+            if not task.done():
+                continue
+            del self._keepers[node_id]
+            if not task.cancelled() and (failure := task.exception()) is not None:
+                log.error(
+                    "node %s: the task that keeps an actor on it failed and is restarted", node_id, exc_info=failure
+                )
 
     async def _keep_working(self, plan: NodePlan) -> None:
         """Keep an actor working on the node for as long as the node lives."""

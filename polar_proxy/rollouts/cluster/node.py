@@ -154,14 +154,14 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
     ) as store:
         for line in await recover(store):
             log.info("%s", line)
-        gateways = settings.gateway.model_copy(
-            update={"host": gateway_host(settings.gateway.host, config.address), "port": settings.gateway.cluster_port}
-            | {"require_known_keys": True, "shared": True}
+        host, port = gateway_host(settings.gateway.host, config.address), settings.gateway.cluster_port
+        gateway_settings = settings.gateway.model_copy(
+            update={"host": host, "port": port, "require_known_keys": True, "shared": True}
         )
         async with (
             make_engine(settings.engine) as engine,
             open_engines(settings.engines) as engines,
-            Gateway(engine, store, gateways, engines=engines, routes=settings.routes) as gateway,
+            Gateway(engine, store, gateway_settings, engines=engines, routes=settings.routes) as gateway,
             traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of) as on_rollout_end,
         ):
             service = RolloutService.of(
@@ -183,10 +183,10 @@ def node_settings(given: Settings) -> Settings:
     """Return the head's settings with this node's own folders and engine settings.
 
     A node's environment or polar.toml may name another engine than the head's."""
-    own, plain = Settings(), EngineSettings()
-    engine = {name: value for name, value in own.engine if value != getattr(plain, name)}
-    changes: dict[str, Any] = {"engine": given.engine.model_copy(update=engine)}
-    return given.model_copy(update={**changes, "home": own.home, "harnesses": own.harnesses})
+    own, default = Settings(), EngineSettings()
+    changed = {name: value for name, value in own.engine if value != getattr(default, name)}
+    engine = given.engine.model_copy(update=changed)
+    return given.model_copy(update={"engine": engine, "home": own.home, "harnesses": own.harnesses})
 
 
 def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
@@ -278,7 +278,7 @@ class RayScorer:
         except asyncio.CancelledError:
             ray.cancel(ref)
             # The task closes its sandbox. If its node is gone, the next sweep of that machine removes the sandbox.
-            await uncancellable(_wait_for_end(ref))
+            await uncancellable(asyncio.wait([asyncio.wrap_future(ref.future())], timeout=10.0))
             raise
         if isinstance(result, InfrastructureError):
             raise result
@@ -290,19 +290,11 @@ async def await_ref(ref: Any) -> Any:
     return await asyncio.wrap_future(ref.future())
 
 
-async def _wait_for_end(ref: Any) -> None:
-    await asyncio.wait([asyncio.wrap_future(ref.future())], timeout=10.0)
-
-
 def _score(work: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score | InfrastructureError:
     """Run a scoring task. If Ray interrupts the task to cancel it, `asyncio.run` still closes the sandbox."""
     task = work.task
     assert isinstance(task, Task)
-
-    async def score() -> Score:
-        return await score_work(work, lambda: TaskSandboxes(kind).fresh(task, labels))
-
     try:
-        return asyncio.run(score())
+        return asyncio.run(score_work(work, lambda: TaskSandboxes(kind).fresh(task, labels)))
     except InfrastructureError as error:
         return InfrastructureError(error.cause, error.text)
