@@ -411,11 +411,12 @@ async def sweep_containers(records: Sequence[orphans.SandboxRecord], report: orp
                 if orphans.OwnerProcess.parse(json.loads(labels[orphans.OWNER_LABEL])).dead():
                     named.add(labels[orphans.LABEL])
             for name in sorted(named, reverse=True):  # a helper container (`-net`) before the one it depends on
+                sandbox_id = name.removesuffix("-net")
                 try:
                     if await remove_container(engine, name):
-                        report.add(name, "container", name)
+                        report.add(sandbox_id, "container", name)
                 except SandboxError as error:
-                    report.add_failure(name.removesuffix("-net"), f"{name}: {error}")
+                    report.add_failure(sandbox_id, f"{name}: {error}")
     except SandboxUnavailable as error:
         if named:
             log.warning("orphaned containers %s stay until a Docker engine answers: %s", sorted(named), error)

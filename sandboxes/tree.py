@@ -9,7 +9,6 @@ named `.git` are left out. A tree with more entries, longer paths or more bytes 
 from __future__ import annotations
 
 import os
-import stat
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
@@ -88,8 +87,8 @@ class FolderTree(SandboxTree):
         """List the folder. Blocking. Raises `TreeTooLarge`."""
         self._root = os.fsencode(folder)
         self.entries = {}
-        if not stat.S_ISDIR(os.lstat(self._root).st_mode):
-            return  # the program replaced the folder, so none of its files is left
+        if os.path.islink(self._root) or not os.path.isdir(self._root):
+            return  # the program removed or replaced the folder, so none of its files is left
         counter = EntryCounter()
         pending = [b""]
         while pending:

@@ -175,7 +175,7 @@ async def _run_check(sandbox: Sandbox, check: EarlyStopCheck, early: EarlyStop) 
             if result.exit_code == 0 and not result.timed_out:
                 early.reason = "the task's stop_when command reported that the agent can no longer succeed"
         await sandbox.kill_all()
-    except SandboxError as error:  # if the sandbox is gone, the agent's own command fails as well
+    except (SandboxError, OSError) as error:  # if the sandbox is gone, the agent's own command fails as well
         log.warning("the stop_when command can no longer be run: %s", error)
 
 
@@ -215,7 +215,7 @@ async def _watch_budget(sandbox: Sandbox, gateway: Gateway, session_id: str) -> 
         if limit != "max_idle_seconds":  # an idle agent waits for no answer that could end it
             await asyncio.sleep(GRACE_SECONDS)
         await sandbox.kill_all()
-    except SandboxError as error:
+    except (SandboxError, OSError) as error:
         log.warning("an agent over its budget cannot be stopped: %s", error)
 
 

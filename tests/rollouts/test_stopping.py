@@ -130,8 +130,9 @@ async def test_stops_the_agent_when_the_check_says_so() -> None:
     assert sandbox.asked == [("look",)] * 3
 
 
-async def test_runs_on_without_a_check_or_with_a_failing_one() -> None:
-    sandbox = ScriptedSandbox(SandboxError("gone"))
+@pytest.mark.parametrize("error", [SandboxError("gone"), OSError("its commands do not end")])
+async def test_runs_on_without_a_check_or_with_a_failing_one(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    sandbox = ScriptedSandbox(error)
     async with stop_early(sandbox, None) as early:
         await asyncio.sleep(0.05)
     assert (early.reason, sandbox.asked) == (None, [])
@@ -141,3 +142,4 @@ async def test_runs_on_without_a_check_or_with_a_failing_one() -> None:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)  # it does not look again
     assert (early.reason, sandbox.asked, sandbox.killed.is_set()) == (None, [("look",)], False)
+    assert str(error) in caplog.text

@@ -1,4 +1,4 @@
-"""Sandboxes with a supervisor: processes that cannot be killed."""
+"""Sandboxes with a supervisor: processes that cannot be killed, a workspace that is gone."""
 
 from __future__ import annotations
 
@@ -28,3 +28,9 @@ async def test_error_names_the_processes_that_could_not_be_killed(
     with pytest.raises(SandboxEnded, match=r"could not be killed.*left: .*, \d+ sleep \(S\)\)"):
         await sandbox.exec(["sleep", "60"], timeout=0.2)
     assert describe_marked(sandbox.id) == "none"
+
+
+async def test_reads_no_files_if_programs_removed_the_workspace(tmp_path: Path) -> None:
+    async with await open_sandbox("process", state_dir=tmp_path) as sandbox:
+        await sandbox.exec(["sh", "-c", 'rm -r "$PWD"'])
+        assert (await sandbox.read_tree()).entries == {}
