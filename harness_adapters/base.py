@@ -177,8 +177,6 @@ class LaunchPlan:
     env: Mapping[str, str]
     files: Mapping[str, str] = field(default_factory=dict)
     """Files to write before the start: path relative to HOME -> text."""
-    mounts: tuple[Path, ...] = ()
-    """Host paths to mount read-only at the same path inside the sandbox."""
 
 
 @runtime_checkable

@@ -88,7 +88,9 @@ def parents(controllers: set[str], root: Path = ROOT, own: str | None = None) ->
     return found if set(found) == controllers else None
 
 
-def group_folders(sandbox_id: str, limits: ResourceLimits, root: Path = ROOT, own: str | None = None) -> list[Path] | None:
+def group_folders(
+    sandbox_id: str, limits: ResourceLimits, root: Path = ROOT, own: str | None = None
+) -> list[Path] | None:
     """Return the folders that `create` will make, so that they can be registered before they exist."""
     controllers = set(settings(limits, 1))
     folders = parents(controllers, root, own) if controllers and root.is_dir() else None

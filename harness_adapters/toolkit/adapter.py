@@ -55,7 +55,7 @@ class BaseHarness(HarnessAdapter):
 
     @abstractmethod
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
-        """Return argument list, environment and files of a run. `launch` adds HOME, the skills and the mounts."""
+        """Return argument list, environment and files of a run. `launch` adds HOME and the skills."""
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         plan = self.make_plan(installed, context, self._check_support(context))
@@ -63,7 +63,6 @@ class BaseHarness(HarnessAdapter):
             plan,
             env={"HOME": context.home, **plan.env},
             files={**plan.files, **skill_files(self.skills_folder, context.skills)},
-            mounts=installed.mounts,
         )
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:

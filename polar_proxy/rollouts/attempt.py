@@ -254,7 +254,7 @@ class AttemptRunner:
         return PreparedAgent(harness, task_sandboxes, sandbox, base, context, plan, attempt.session_id)
 
     async def _run_agent(self, attempt: RunningAttempt, given: AttemptInput, agent: PreparedAgent) -> AgentResult:
-        """Run the agent to its end and read its patch. Raises InfrastructureError if the agent could not do its work."""
+        """Run the agent to its end and read its patch. Raises InfrastructureError if store or engine made it fail."""
         task, spec, sandbox = given.task, given.spec, agent.sandbox
         # The evaluator's sandbox opens while the agent works.
         self.pool.expect(sandbox.kind, await agent.task_sandboxes.evaluator(task, attempt.labels))

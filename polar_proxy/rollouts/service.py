@@ -72,11 +72,11 @@ class RolloutService:
         on_rollout_end: Callable[[str], None] = lambda rollout_id: None,
         home: Path | None = None,
     ) -> None:
-        """`harness_cache` is the folder of installed agents. `home` is the folder of the certificate authority for agents
-        whose calls are intercepted. `code` lists the Python objects that tasks and rollouts may refer to by name. With
-        `job_id` the service works only on that job. `remote_scorer` scores on another machine when scoring here would
-        have to wait. `on_rollout_end` is called with a rollout's id after each attempt. By then the rollout has its
-        final status, unless another attempt follows, the claim was lost or the store failed."""
+        """`harness_cache` is the folder of installed agents. `home` is the folder of the certificate authority for
+        agents whose calls are intercepted. `code` lists the Python objects that tasks and rollouts may refer to by
+        name. With `job_id` the service works only on that job. `remote_scorer` scores on another machine when scoring
+        here would have to wait. `on_rollout_end` is called with a rollout's id after each attempt. By then the rollout
+        has its final status, unless another attempt follows, the claim was lost or the store failed."""
         limits = limits or ServiceLimits()
         memory = MemoryAdmission(limits.admission.memory_mb, limits.admission.memory_reserve_mb)
         self._store, self._engine, self._code = store, engine, code

@@ -17,17 +17,14 @@ from .shim import Identity, send_signal, shim
 
 
 class RunningCommand:
-    """A command that runs below a shim."""
+    """A command whose shim runs. The shim may outlive the command, because it also waits for detached processes."""
 
     def __init__(self, command_id: int, shim_pid: int, orders: int) -> None:
         self.id = command_id
         self.shim_pid = shim_pid
-        self.orders = orders
-        """The pipe to the shim."""
-        self.report = b""
-        """The bytes of the shim's report that have arrived."""
-        self.reported = False
-        """True once the exit status was sent to the owner. The shim still runs if the command left processes behind."""
+        self.orders = orders  # the pipe to the shim
+        self.report = b""  # what the shim has written about the command's exit
+        self.reported = False  # whether the owner got this report
 
 
 class Supervisor:

@@ -143,10 +143,8 @@ def missing_cwd(message: dict[str, Any]) -> bool:
     return not os.path.isdir(message["cwd"])
 
 
-def start_command(
-    message: dict[str, Any], fds: list[int], cgroups: list[int], identity: Identity
-) -> tuple[int, bytes]:
-    """Start the command. Return its pid, and the error that `run_command` wrote if the program could not be executed."""
+def start_command(message: dict[str, Any], fds: list[int], cgroups: list[int], identity: Identity) -> tuple[int, bytes]:
+    """Start the command. Return its pid, and the error of `run_command` if the program could not be executed."""
     failed_read, failed_write = os.pipe()
     command = os.fork()
     if command == 0:

@@ -58,7 +58,7 @@ class SmallAgent:
         env |= {"HOME": context.home, "MANNER": self.manner, "RESUME": "1" if context.resume else ""}
         # Names the test that the process belongs to, so that stray processes can be found.
         env["TEST_HOME"] = os.environ.get("POLAR_HOME", "")
-        return LaunchPlan((str(installed.program), str(Path(__file__).resolve())), env, mounts=installed.mounts)
+        return LaunchPlan((str(installed.program), str(Path(__file__).resolve())), env)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[str, str]:
         if exit_code is None:

@@ -62,7 +62,7 @@ class TinyAgent:
         env = {"BASE_URL": context.base_url, "API_KEY": context.api_key, "MODEL": context.model}
         # Names the test that the process belongs to, so that stray processes can be found.
         env |= {"TASK": context.instruction, "MANNER": self.manner, "TEST_HOME": os.environ.get("POLAR_HOME", "")}
-        return LaunchPlan((str(installed.program), str(Path(__file__).resolve())), env, mounts=installed.mounts)
+        return LaunchPlan((str(installed.program), str(Path(__file__).resolve())), env)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[str, str]:
         if exit_code is None:

@@ -90,10 +90,10 @@ def test_env_has_endpoint_and_key_under_every_name() -> None:
 
 
 def test_mount_keeps_its_path(tmp_path: Path) -> None:
-    planned = plan(f"{{mount:{tmp_path}}}/agent x")
-    assert planned.argv == (f"{tmp_path}/agent", "x")
-    assert planned.mounts == (tmp_path,)
-    assert get_adapter(f"shell:{{mount:{tmp_path}}}/agent x").default_version == "agent"
+    assert plan(f"{{mount:{tmp_path}}}/agent x").argv == (f"{tmp_path}/agent", "x")
+    adapter = get_adapter(f"shell:{{mount:{tmp_path}}}/agent x")
+    assert adapter.default_version == "agent"
+    assert adapter.install(CACHE).mounts == (tmp_path,)
 
 
 def test_rejects_unsupported_features_and_versions() -> None:

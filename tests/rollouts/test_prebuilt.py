@@ -37,7 +37,7 @@ class PrebuiltAgent(TinyAgent):
         return Installation(self.name, "1", folder, program, (folder,))
 
     def launch(self, installed, context):  # type: ignore[no-untyped-def]
-        return LaunchPlan((str(installed.program),), {}, mounts=installed.mounts)
+        return LaunchPlan((str(installed.program),), {})
 
 
 async def test_builds_one_image_for_each_base_and_agent(tmp_path: Path) -> None:

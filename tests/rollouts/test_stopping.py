@@ -131,7 +131,9 @@ async def test_stops_the_agent_when_the_check_says_so() -> None:
 
 
 @pytest.mark.parametrize("error", [SandboxError("gone"), OSError("its commands do not end")])
-async def test_runs_on_without_a_check_or_with_a_failing_one(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+async def test_runs_on_without_a_check_or_with_a_failing_one(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     sandbox = ScriptedSandbox(error)
     async with stop_early(sandbox, None) as early:
         await asyncio.sleep(0.05)
