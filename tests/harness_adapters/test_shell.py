@@ -66,11 +66,11 @@ def test_double_braces_are_literal() -> None:
         ("{mount:/no/such/folder}/a", "no such file or folder on this machine"),
         ("{mount:relative}/a", "give an absolute path"),
         ("a {instruction} > log", "contains >, but no shell reads this command"),
-        ("a {instruction} 2>&1", "has 2>&1, but"),
-        ("a >>log", "write shell:bash -c 'COMMAND'"),
-        ("cd src && a {instruction}", "has &&, but"),
-        ("a | tee log", "has |, but"),
-        ("cd src; a", "has src;, but"),
+        ("a {instruction} 2>&1", "contains 2>&1, but"),
+        ("a >>log", "Write shell:bash -c 'COMMAND'"),
+        ("cd src && a {instruction}", "contains &&, but"),
+        ("a | tee log", "contains |, but"),
+        ("cd src; a", "contains src;, but"),
     ],
 )
 def test_install_rejects_invalid_commands(command: str, message: str) -> None:
