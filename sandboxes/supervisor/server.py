@@ -107,7 +107,7 @@ class Supervisor:
     def serve(self) -> None:
         """Handle requests and reports until the owner closes the control socket, or the sandbox ends."""
         self.selector.register(self.control.sock, selectors.EVENT_READ)
-        while not self.ended:
+        while True:
             for key, _events in self.selector.select():
                 if key.fileobj is self.control.sock:
                     self.read_requests()
@@ -116,7 +116,7 @@ class Supervisor:
                 else:
                     self.read_report(key.fd)
                 if self.ended:
-                    break
+                    return
 
     def read_requests(self) -> None:
         if not self.control.feed():
