@@ -64,8 +64,7 @@ class Aider(VenvHarness):
         argv += ["--no-show-release-notes", "--no-gitignore", "--no-pretty", "--no-fancy-input", "--no-detect-urls"]
         # In HOME and not in the workspace, whose files become part of the patch.
         argv += ["--chat-history-file", f"{context.home}/chat.md", "--input-history-file", f"{context.home}/input.txt"]
-        if context.resume:
-            argv += ["--restore-chat-history"]
+        argv += ["--restore-chat-history"] if context.resume else []
         argv += [f"--message={context.instruction}"]  # one word, because it may begin with a dash
         env = {"GIT_TERMINAL_PROMPT": "0", **LITELLM_ENV}
         # It caches a map of the repository at the root of the workspace; that path cannot be changed.

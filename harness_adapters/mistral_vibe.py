@@ -49,8 +49,7 @@ class MistralVibe(VenvHarness):
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         argv = [str(installed.root / "bin" / "vibe"), f"--prompt={context.instruction}"]
         argv += ["--auto-approve", "--trust", "--max-turns", str(context.max_steps)]
-        if context.resume:
-            argv += ["--continue"]
+        argv += ["--continue"] if context.resume else []
         env = {
             # Otherwise it asks the desktop's keyring for keys of unused providers.
             "PYTHON_KEYRING_BACKEND": "keyring.backends.null.Keyring",

@@ -72,8 +72,7 @@ class OpenHands(VenvHarness):
         connection = self.make_connection(context, wire_api)
         argv = [str(installed.root / "bin" / "openhands"), "--headless", "--json", *connection.arguments]
         argv += ["--always-approve"]
-        if context.resume:
-            argv += ["--resume", "--last"]
+        argv += ["--resume", "--last"] if context.resume else []
         argv += [f"--task={context.instruction}"]  # one word, because it may begin with a dash
         env = {
             "OPENHANDS_SUPPRESS_BANNER": "1",

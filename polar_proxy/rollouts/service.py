@@ -44,11 +44,8 @@ from sandboxes.self_test import SandboxLeaks, SelfTests
 log = logging.getLogger(__name__)
 
 
-class SilentReporter:
+class SilentReporter(ProgressReporter):
     """A progress reporter that does nothing."""
-
-    def stage(self, rollout_id: str, status: str, detail: str = "", reward: float | None = None) -> None: ...
-    def session(self, rollout_id: str, session_id: str) -> None: ...
 
 
 class RolloutService:

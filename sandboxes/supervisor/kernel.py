@@ -117,7 +117,7 @@ def _attach_loop_device(image: str) -> tuple[str, int]:
         os.close(control)
 
 
-def drop_privileges(keep: Sequence[int] = ()) -> None:
+def drop_privileges(keep: Sequence[int]) -> None:
     """Permanently drop all capabilities except those in `keep`, and make this process undumpable, so that programs in
     the sandbox cannot read its memory or descriptors."""
     _drop_bounding_set(keep)
