@@ -35,7 +35,7 @@ def test_model_name_determines_the_wire_api() -> None:
     assert messages.env["LLM_MODEL"] == "anthropic/polar-tiny"
     assert messages.env["LLM_BASE_URL"] == "http://127.0.0.1:9"
     assert launch_plans.plan(ADAPTER, wire_api="openai_responses", model="gpt-5-x").env["LLM_MODEL"] == "openai/gpt-5-x"
-    with pytest.raises(HarnessError, match="needs a name that contains gpt-5"):
+    with pytest.raises(HarnessError, match="under a name that contains gpt-5"):
         launch_plans.plan(ADAPTER, wire_api="openai_responses")
     with pytest.raises(HarnessError, match="Chat one that does not"):
         launch_plans.plan(ADAPTER, model="gpt-5-x")
