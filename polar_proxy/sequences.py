@@ -121,15 +121,14 @@ def find_choice(call: CallRecord, index: int) -> Choice | None:
 
 @dataclass(frozen=True, slots=True)
 class TracePath:
-    """All tokens from the root trace to the end of a trace: `token_ids` int32 [n], `loss_mask` uint8 [n], `logprobs`
-    float32 [n]."""
+    """All tokens from the root trace to the end of a trace. The trace's own tokens begin at its `branch_at`."""
 
     token_ids: TokenIds
+    """int32 [n]"""
     loss_mask: LossMask
+    """uint8 [n]"""
     logprobs: Logprobs
     """float32 [n], NaN where the mask is 0."""
-    own: int
-    """Index of the first token that belongs to this trace. Earlier tokens are trained with the parents' traces."""
 
 
 def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> TracePath:
@@ -156,7 +155,6 @@ def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> T
         np.concatenate([one.token_ids[:size] for one, size in pieces]),
         np.concatenate([one.loss_mask[:size] for one, size in pieces]),
         np.concatenate([one.logprobs[:size] for one, size in pieces]),
-        trace.branch_at,
     )
 
 

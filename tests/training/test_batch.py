@@ -168,6 +168,16 @@ def test_echo_trains_the_observed_tokens_of_all_rollouts() -> None:
         make_config({"echo_coef": 0.1, "builder": "per_call"})
 
 
+def test_echo_leaves_out_traces_that_are_too_long_whatever_their_grade() -> None:
+    members = [
+        GroupRollout(rollout(0, 1.0), (with_observation("approximate", grade="approximate"),)),
+        GroupRollout(rollout(1, 0.0), (trace("short", [1], [2]),)),
+    ]
+    batch = make_batch([group(*members)], CONFIG.model_copy(update={"echo_coef": 0.1, "max_sequence_length": 4}))
+    assert [one.trace_id for one in batch.sequences] == ["short"]
+    assert batch.skipped["grade_approximate"].traces == 1
+
+
 def test_zero_variance_group_is_skipped_unless_kept() -> None:
     equal = group(*(GroupRollout(rollout(n, 1.0), (trace(f"t{n}", [1], [2]),)) for n in range(2)))
     batch = make_batch([equal], CONFIG)
