@@ -225,13 +225,13 @@ def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------- comparing token sequences, int32 [n]
+# ---------------------------------------------------------------- comparing token sequences, integers [n]
 #
 # The store reads the prompts of a session into one buffer, because they begin alike. Two arrays that begin at the same
 # address are equal without a comparison, so that a turn costs only the comparison of its new tokens.
 
 
-def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
+def common_prefix_length(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -> int:
     size = min(len(one), len(other))
     if size == 0 or _same_short(one[:size], other[:size]) or share_buffer(one, other):
         return size
@@ -267,7 +267,7 @@ def begins_with(whole: TokenIds, start: TokenIds) -> bool:
     return bool((whole[near:size] == start[near:]).all()) and common_prefix_length(whole[:near], start[:near]) == near
 
 
-def share_buffer(one: TokenIds, other: TokenIds) -> bool:
+def share_buffer(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -> bool:
     """Return whether two arrays begin at the same address of one buffer, so that one is a prefix of the other."""
     return one.strides == other.strides and np.may_share_memory(one[:1], other[:1])
 
@@ -288,7 +288,7 @@ def is_any(ids: TokenIds, wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _same_short(one: TokenIds, other: TokenIds) -> bool:
+def _same_short(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -> bool:
     """Return whether two sequences of equal length are short and equal.
 
     Their bytes are compared, which is several times faster for short sequences.
