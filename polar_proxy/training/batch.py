@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -99,48 +99,6 @@ class SkippedCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingBatch:
-    """The training data of one step, with counts of skipped data."""
-
-    sequences: tuple[TrainingSequence, ...]
-    group_ids: tuple[str, ...]
-    rewards: tuple[float, ...]
-    """Rewards of all rollouts that have one."""
-    rollouts: int
-    """Number of rollouts, trained or not."""
-    sampled_tokens: int
-    """Number of sampled tokens in all traces, trained or not."""
-    staleness: tuple[int, ...] = ()
-    skipped: Mapping[str, SkippedCounts] = field(default_factory=dict)
-    """Counts by reason."""
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(int(sequence.trained.sum()) for sequence in self.sequences)
-
-    @property
-    def trained_rollouts(self) -> int:
-        return len({sequence.rollout for sequence in self.sequences if sequence.trained.any()})
-
-    def minibatches(self, count: int, seed: str) -> list[list[TrainingSequence]]:
-        """Shuffle the groups with `seed`, and split the sequences into `count` parts of whole groups.
-
-        If there are fewer groups than `count`, each group is a part.
-        """
-        groups: dict[str, list[TrainingSequence]] = {}
-        for sequence in self.sequences:
-            groups.setdefault(sequence.group_id, []).append(sequence)
-        names = list(groups)
-        if count > 1:
-            random.Random(seed).shuffle(names)
-        parts = min(count, len(names))
-        return [[sequence for name in names[part::parts] for sequence in groups[name]] for part in range(parts)]
-
-    def skipped_json(self) -> Json:
-        return {reason: asdict(counts) for reason, counts in sorted(self.skipped.items())}
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedRollout:
     """The decision about one rollout of a batch."""
 
@@ -194,6 +152,35 @@ class BatchPlan:
     def trained_rollouts(self) -> int:
         return sum(rollout.trained_tokens > 0 for rollout in self.rollouts)
 
+    def skipped_json(self) -> Json:
+        return {reason: asdict(counts) for reason, counts in sorted(self.skipped.items())}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """The training data of one step."""
+
+    sequences: tuple[TrainingSequence, ...]
+    group_ids: tuple[str, ...]
+    rewards: tuple[float, ...]
+    """Rewards of all rollouts that have one."""
+    plan: BatchPlan
+    staleness: tuple[int, ...] = ()
+
+    def minibatches(self, count: int, seed: str) -> list[list[TrainingSequence]]:
+        """Shuffle the groups with `seed`, and split the sequences into `count` parts of whole groups.
+
+        If there are fewer groups than `count`, each group is a part.
+        """
+        groups: dict[str, list[TrainingSequence]] = {}
+        for sequence in self.sequences:
+            groups.setdefault(sequence.group_id, []).append(sequence)
+        names = list(groups)
+        if count > 1:
+            random.Random(seed).shuffle(names)
+        parts = min(count, len(names))
+        return [[sequence for name in names[part::parts] for sequence in groups[name]] for part in range(parts)]
+
 
 def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig, step: int = 0) -> TrainingBatch:
     """Compute advantages and collect the sequences to train, as `plan_batch` decides.
@@ -209,10 +196,8 @@ def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig, step: int = 
         sequences=tuple(one for one in sequences if one.trained.any() or one.observed.any()),
         group_ids=tuple(group.group_id for group in groups),
         rewards=tuple(float(member.rollout.reward) for _, member in members if member.rollout.reward is not None),
-        rollouts=len(members),
-        sampled_tokens=plan.sampled_tokens,
+        plan=plan,
         staleness=tuple(group.staleness for group in groups if group.staleness is not None),
-        skipped=plan.skipped,
     )
 
 

@@ -348,27 +348,27 @@ class GrpoTrainer:
 
     def _log_step(self, batch: TrainingBatch, stats: StepStats | None, stale: int, times: Json) -> None:
         lengths = [int(sequence.trained.sum()) for sequence in batch.sequences if sequence.trained.any()]
-        seconds = times["waiting_seconds"] + times["training_seconds"]
+        plan, seconds = batch.plan, times["waiting_seconds"] + times["training_seconds"]
         values: Json = {
             **reward_stats(batch.rewards),
             "groups": list(batch.group_ids),
-            "rollouts": batch.rollouts,
-            "trained_rollouts": batch.trained_rollouts,
-            "sampled_tokens": batch.sampled_tokens,
-            "trained_tokens": batch.trained_tokens,
-            "skipped": batch.skipped_json(),
+            "rollouts": len(plan.rollouts),
+            "trained_rollouts": plan.trained_rollouts,
+            "sampled_tokens": plan.sampled_tokens,
+            "trained_tokens": plan.trained_tokens,
+            "skipped": plan.skipped_json(),
             "dropped_stale": stale,
             "staleness": max(batch.staleness, default=None),
             "length_mean": sum(lengths) / len(lengths) if lengths else None,
             "length_max": max(lengths, default=None),
-            "tokens_per_second": batch.sampled_tokens / seconds,
-            "rollouts_per_second": batch.rollouts / seconds,
+            "tokens_per_second": plan.sampled_tokens / seconds,
+            "rollouts_per_second": len(plan.rollouts) / seconds,
             "updated": stats is not None,
             **({} if stats is None else asdict(stats)),
             **times,
         }
         self._metrics.write("step", self.state.step, values)
-        self._report(f"step {self.state.step}: reward {values['reward']}, {batch.trained_tokens} tokens trained")
+        self._report(f"step {self.state.step}: reward {values['reward']}, {plan.trained_tokens} tokens trained")
 
 
 def _rollout_seconds(groups: Sequence[TrainingGroup]) -> float | None:
