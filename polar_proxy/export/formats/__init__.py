@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from polar_proxy.export.formats import nemo_rl, slime, tinker, trl, verl
 from polar_proxy.export.formats.training_rows import (
     IdNumbers,
     TrainingRow,
@@ -35,15 +34,45 @@ __all__ = [
 ]
 
 
+def _trl(rows: list[TrainingRow], numbers: IdNumbers) -> list[Json]:
+    from polar_proxy.export.formats import trl
+
+    return [trl.record(row, numbers) for row in rows]
+
+
+def _verl(rows: list[TrainingRow], numbers: IdNumbers) -> list[Json]:
+    from polar_proxy.export.formats import verl
+
+    return [verl.agent_loop_output(row) for row in rows]
+
+
+def _slime(rows: list[TrainingRow], numbers: IdNumbers) -> list[Json]:
+    from polar_proxy.export.formats import slime
+
+    return [slime.sample(row, numbers) for row in rows]
+
+
+def _nemo_rl(rows: list[TrainingRow], numbers: IdNumbers) -> list[Json]:
+    from polar_proxy.export.formats import nemo_rl
+
+    return [nemo_rl.datum_spec(rows, numbers.traces[rows[0].trace_id])]
+
+
+def _tinker(rows: list[TrainingRow], numbers: IdNumbers) -> list[Json]:
+    from polar_proxy.export.formats import tinker
+
+    return [tinker.datum(row) for row in rows]
+
+
 TRAINER_FORMATS: dict[str, Callable[[list[TrainingRow], IdNumbers], list[Json]]] = {
-    "trl": lambda rows, numbers: [trl.record(row, numbers) for row in rows],
-    "verl": lambda rows, numbers: [verl.agent_loop_output(row) for row in rows],
-    "slime": lambda rows, numbers: [slime.sample(row, numbers) for row in rows],
-    "nemo-rl": lambda rows, numbers: [nemo_rl.datum_spec(rows, numbers.traces[rows[0].trace_id])],
-    "tinker": lambda rows, numbers: [tinker.datum(row) for row in rows],
+    "trl": _trl,
+    "verl": _verl,
+    "slime": _slime,
+    "nemo-rl": _nemo_rl,
+    "tinker": _tinker,
 }
 """Converters by their name in `polar export --format`. Each makes records from the rows of one rollout, or raises
-RowError."""
+RowError. A format's module is imported at its first use."""
 
 
 class RecordConverter:
