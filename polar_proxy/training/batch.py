@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -285,21 +285,23 @@ def _make_sequences(
         observed = ~trained & (np.cumsum(trained) > 0)
         # The prefix is trained with the traces that it belongs to.
         trained[: trace.branch_at] = observed[: trace.branch_at] = False
+        if skip_reason is not None:
+            trained[:] = False
         temperatures, versions = _sampling_of_tokens(trace, len(trained))
-        sequence = TrainingSequence(
+        temperatures[~trained], versions[~trained] = 1.0, None
+        yield TrainingSequence(
             trace_id=trace.trace_id,
             group_id=group.group_id,
             rollout=rollout_index,
             token_ids=whole.token_ids.astype(np.int64),
             trained=trained,
             old_logprobs=np.where(trained, whole.logprobs.astype(np.float64), np.nan),
-            advantage=planned.advantage,
+            advantage=planned.advantage if skip_reason is None else 0.0,
             observed=observed,
             temperatures=temperatures,
             versions=versions,
             group_size=len(group.members),
         )
-        yield sequence if skip_reason is None else _observed_only(sequence)
 
 
 def _check_sampled_once(trace: Trace, seen: set[tuple[str, int, int]]) -> None:
@@ -314,7 +316,8 @@ def _check_sampled_once(trace: Trace, seen: set[tuple[str, int, int]]) -> None:
 
 
 def _sampling_of_tokens(trace: Trace, length: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.object_]]:
-    """Return temperature and policy version of each token of a trace's path, as `TrainingSequence` holds them."""
+    """Return the temperature and the policy version at which each token of a trace's path was sampled. The values are 1
+    and None for tokens that were not sampled, and for tokens before the trace's branch."""
     temperatures = np.ones(length)
     versions = np.full(length, None, dtype=object)
     samplings = iter(trace.sampling)
@@ -327,19 +330,6 @@ def _sampling_of_tokens(trace: Trace, length: int) -> tuple[npt.NDArray[np.float
                 versions[position + first : end] = version
         position = end
     return temperatures, versions
-
-
-def _observed_only(sequence: TrainingSequence) -> TrainingSequence:
-    """Return the sequence with all sampled tokens excluded from training, so that only observed ones are trained."""
-    n = len(sequence.token_ids)
-    return replace(
-        sequence,
-        trained=np.zeros(n, dtype=bool),
-        old_logprobs=np.full(n, np.nan),
-        advantage=0.0,
-        temperatures=np.ones(n),
-        versions=np.full(n, None, dtype=object),
-    )
 
 
 def _skip_trace(trace: Trace | TraceSummary, config: GrpoConfig) -> str | None:
