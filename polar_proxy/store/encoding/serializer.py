@@ -26,7 +26,7 @@ from polar_proxy.store.encoding.chains import (
 )
 from polar_proxy.store.repositories.conversations import item_row
 from polar_proxy.store.schema import calls
-from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, without_secrets
+from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, storable_text, without_secrets
 from polar_proxy.types import FAILED, CallRecord, Choice, EngineInfo, Json, TokenIds, Usage
 
 TableRow = dict[str, object]
@@ -261,8 +261,7 @@ def _own_columns(record: CallRecord) -> TableRow:
     """Return the columns of a call that depend on its record alone, without secrets."""
     columns: TableRow = dict(zip(SAME_COLUMNS, _same_columns(record), strict=True))
     for name in ("path", "model", "error", "thread"):
-        text: str | None = getattr(record, name)
-        columns[name] = None if text is None else json_codec.clean_text(without_secrets(text))
+        columns[name] = storable_text(getattr(record, name))
     if record.provider_conversation is not None:
         columns["provider_conversation"] = json_codec.clean_text(record.provider_conversation)
     if record.fingerprint and isinstance(thread := record.fingerprint.get("thread"), str):

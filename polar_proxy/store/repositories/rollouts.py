@@ -19,7 +19,7 @@ from polar_proxy.store import json_codec, schema
 from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.filters import column_of, is_number, parse_conditions, parse_where
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES, RolloutStatus
-from polar_proxy.store.secrets import without_secrets
+from polar_proxy.store.secrets import storable_text
 from polar_proxy.types import Json
 
 log = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ class RolloutRepository(Repository):
         """Change the given columns without a claim. Raises StoreError if `status` would change a final status."""
         if status is not None and status not in ROLLOUT_STATUSES:
             raise UsageError(f"{status!r} is not a rollout status. Statuses: {', '.join(sorted(ROLLOUT_STATUSES))}")
-        values = _given(error=_clean_error(error), incomplete=incomplete, sandbox=sandbox)
+        values = _given(error=storable_text(error), incomplete=incomplete, sandbox=sandbox)
 
         def write(connection: Connection) -> None:
             found = connection.execute(_lock_rollout.where(_r.rollout_id == rollout_id)).one_or_none()
@@ -315,7 +315,7 @@ class RolloutRepository(Repository):
         `masked`: the rollout counts in its group's baseline but is not trained on.
         """
         now = time.time()
-        values = {"cause": cause, "incomplete": incomplete, "masked": masked, **_given(error=_clean_error(error))}
+        values = {"cause": cause, "incomplete": incomplete, "masked": masked, **_given(error=storable_text(error))}
 
         def write(connection: Connection) -> None:
             _change_status(connection, claim, status, now, values)
@@ -371,10 +371,6 @@ def _stages_of(claim: Claim) -> ColumnElement[bool]:
 
 def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _clean_error(error: str | None) -> str | None:
-    return None if error is None else json_codec.clean_text(without_secrets(error))
 
 
 def _log_status(claim: Claim, status: RolloutStatus, cause: str | None = None) -> None:

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, and_, exists, func, insert, or_, select, upda
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.secrets import clean_label
+from polar_proxy.store.secrets import storable_text
 from polar_proxy.store.service.groups import update_groups
 from polar_proxy.store.service.job_events import insert_job_event
 from polar_proxy.store.service.queue import cancel_rollouts
@@ -118,16 +118,11 @@ class FeedRepository(Repository):
                     stale.setdefault(min(limits), []).append(group_id)
                     continue
                 version = None if oldest is None else str(oldest)
-                lease = GroupLease(new_id("lease"), group_id, consumer, now + seconds, staleness, version)
-                leases.append(lease)
-                values = {
-                    "lease_id": lease.lease_id,
-                    "group_id": group_id,
-                    "consumer": clean_label(consumer),
-                    "leased_at": now,
-                }
-                new = insert(schema.leases).values(policy_version=policy_version, expires_at=lease.expires_at, **values)
-                connection.execute(new)
+                leases.append(GroupLease(new_id("lease"), group_id, consumer, now + seconds, staleness, version))
+            for lease in leases:
+                values = {"lease_id": lease.lease_id, "group_id": lease.group_id, "expires_at": lease.expires_at}
+                values |= {"consumer": storable_text(consumer), "policy_version": policy_version, "leased_at": now}
+                connection.execute(insert(schema.leases).values(values))
             _set_delivery(connection, now, [lease.group_id for lease in leases], "leased")
             for bound, groups in stale.items():
                 _set_delivery(connection, now, groups, "dropped", _stale_reason(bound))

@@ -24,9 +24,9 @@ from typing import Any, Literal, Self
 from sqlalchemy import Column, Connection, Row, Select, exists, func, insert, select, update
 
 from polar_proxy.errors import UsageError
-from polar_proxy.store import json_codec, schema
+from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.secrets import without_secrets
+from polar_proxy.store.secrets import storable_text
 from polar_proxy.types import Json, new_id
 
 CallbackKind = Literal["group.finished", "group.cancelled", "job.ended"]
@@ -229,7 +229,7 @@ class CallbackRepository(Repository):
         """Record a failed attempt. `retry_after`: seconds until the next attempt; None: give up."""
         values = {
             "next_attempt_at": None if retry_after is None else time.time() + retry_after,
-            "error": json_codec.clean_text(without_secrets(error)),
+            "error": storable_text(error),
         }
         undelivered = (_b.callback_id == callback_id, _b.delivered_at.is_(None))
         await self._write(update(schema.callbacks).where(*undelivered).values(**values))
