@@ -36,6 +36,9 @@ _e = schema.rollout_events.c
 class ClaimLostError(StoreError):
     """The rollout has ended, or another worker claimed it."""
 
+    def __init__(self, rollout_id: str) -> None:
+        super().__init__(f"The rollout {rollout_id} has ended, or another worker claimed it")
+
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
@@ -389,9 +392,8 @@ def _change_status(
         or found.status in FINAL_STATUSES
         or (found.attempt, found.claimed_by) != (claim.attempt, claim.claimed_by)
     ):
-        raise ClaimLostError(f"The rollout {claim.rollout_id} has ended, or another worker claimed it")
-    values |= _status_values(connection, found, status, now)
-    update_rollouts(connection, mine, **values)
+        raise ClaimLostError(claim.rollout_id)
+    update_rollouts(connection, mine, **values, **_status_values(connection, found, status, now))
 
 
 def _status_values(connection: Connection, rollout: Any, status: RolloutStatus, now: float) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from polar_proxy.store import json_codec, schema
 from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.repositories.rollouts import insert_event, update_rollouts
 from polar_proxy.store.service.job_events import CallbackKind, insert_job_event, queue_callback
-from polar_proxy.store.service.queue import cancel_rollouts, not_ending
+from polar_proxy.store.service.queue import cancel_rollouts, not_ending, unowned, version_number
 from polar_proxy.types import Json, new_id
 
 KEEP_OVERFLOW = {"overflow": "keep"}
@@ -271,6 +271,5 @@ def update_groups(connection: Connection, which: ColumnElement[bool], **values: 
 
 
 def _is_stale(version: str | None, current: str | None, max_staleness: int) -> bool:
-    if version is None or current is None or not (version.isdecimal() and current.isdecimal()):
-        return False
-    return int(current) - int(version) > max_staleness
+    then, now = version_number(version), version_number(current)
+    return then is not None and now is not None and now - then > max_staleness
