@@ -107,7 +107,7 @@ def refuse_programs(received: Path) -> None:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    return sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
 
 
 def _check_schema(source: sqlite3.Connection, tables: list[Table]) -> None:
