@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, func, insert, se
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import json_codec, schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.filters import column_of, is_number, parse_conditions, parse_where
+from polar_proxy.store.filters import column_of, is_number, parse_conditions, parse_where, rollouts_with_sessions
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES, RolloutStatus
 from polar_proxy.store.secrets import storable_text
 from polar_proxy.types import Json
@@ -216,14 +216,14 @@ class RolloutRepository(Repository):
         return " ".join(["No rollout matches all conditions.", *found])
 
     async def _count(self, *conditions: ColumnElement[bool]) -> int:
-        query = select(func.count(_r.rollout_id)).select_from(_rollouts_with_sessions).where(*conditions)
+        query = select(func.count(_r.rollout_id)).select_from(rollouts_with_sessions).where(*conditions)
         (number,) = await self._scalars(query)
         return int(number)
 
     async def _describe_values(self, name: str) -> str:
         """Return the range of a numeric field, or the most frequent values of another field, each with its count."""
         column = column_of(name)
-        joined = _rollouts_with_sessions.join(schema.tasks, _t.task_id == _r.task_id)
+        joined = rollouts_with_sessions.join(schema.tasks, _t.task_id == _r.task_id)
         if is_number(name):
             (row,) = await self._rows(lambda *row: row, select(func.min(column), func.max(column)).select_from(joined))
             return f"No rollout has a {name}." if row[0] is None else f"Values of {name}: {row[0]:g} to {row[1]:g}."
@@ -347,7 +347,6 @@ class RolloutRepository(Repository):
 
 
 _LISTED_VALUES = 8
-_rollouts_with_sessions = schema.rollouts.outerjoin(schema.sessions, _s.session_id == _r.session_id)
 _lock_rollout = select(_r.rollout_id, _r.status, _r.attempt, _r.claimed_by, _r.started_at).with_for_update()
 """Query that reads a rollout's status and claim, and locks its row. FOR UPDATE matters on PostgreSQL. On SQLite the
 transaction already holds the write lock."""
@@ -365,7 +364,7 @@ def _select_rollouts(builder: str) -> Select[Any]:
         traces=select(func.count()).select_from(schema.traces).where(of_rollout).scalar_subquery(),
         trained_tokens=trained_tokens.scalar_subquery(),
     )
-    return select(*columns).select_from(_rollouts_with_sessions)
+    return select(*columns).select_from(rollouts_with_sessions)
 
 
 def _stages_of(claim: Claim) -> ColumnElement[bool]:
