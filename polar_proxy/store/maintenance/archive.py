@@ -120,7 +120,7 @@ async def _selection(source: AsyncConnection, where: str | None, sessions: Seque
     if unknown := set(sessions) - set(await source.scalars(select(s.session_id).where(s.session_id.in_(sessions)))):
         raise UsageError(f"There is no session {min(unknown)}")
     # Subqueries, because a list of ids could have more values than a statement accepts.
-    chosen = r.session_id.in_(sessions)
+    chosen: ColumnElement[bool] = r.session_id.in_(sessions)
     if where is not None:
         chosen |= r.rollout_id.in_(select_rollouts(where))
     rollout_ids = select(r.rollout_id).where(chosen)
