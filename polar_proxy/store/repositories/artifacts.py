@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Update, insert, select, update
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database, Repository, row_columns
-from polar_proxy.store.secrets import bytes_without_secrets, clean_label, json_without_secrets, log_without_secrets
+from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, log_without_secrets, storable_text
 from polar_proxy.types import Json, new_id
 
 _w = schema.rewards.c
@@ -79,7 +79,7 @@ class RewardRepository(Repository):
             session_id,
             trace_id,
             call_id,
-            clean_label(source) or "",
+            storable_text(source) or "",
             value,
             json_without_secrets(detail),
             time.time(),
