@@ -284,8 +284,8 @@ class ServerEngine(Engine):
         self.client.opened = True
         try:
             self._info = await self._connect()
-        except BaseException:
-            self.client.close()
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
             raise
         return self
 

@@ -147,10 +147,6 @@ class ParserProofs:
         demanding = ChatRequest("", (), tools=(TOOL,), tool_choice="required")
         return await self._has_grammar(config.parsers, parser_request(self._client.model, demanding))
 
-    async def close(self) -> None:
-        if self.process is not None:
-            await self.process.stop()
-
     async def prove(self, options: Mapping[str, Any]) -> ParserConfig:
         """Return how this server's answers are parsed under these template options.
 

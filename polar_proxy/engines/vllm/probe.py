@@ -65,7 +65,7 @@ class VerifiedServer:
 
 
 class ServerProbe:
-    """One verification of one server. It sets the client's model if the user named none."""
+    """Verification of one server, and owner of the side process. It sets the client's model if the user named none."""
 
     def __init__(
         self,
@@ -142,6 +142,11 @@ class ServerProbe:
         )
         return VerifiedServer(info, renders, weight_version, parsers, self._adds_grammar, self._model_path)
 
+    async def close(self) -> None:
+        """Stop the side process, if it runs."""
+        if self._process is not None:
+            await self._process.stop()
+
     async def _prove_parsers(
         self, renders: bool, token_prompt: bool, end: tuple[int, ...], *, tools: bool
     ) -> ParserProofs | CannotContinueError:
@@ -162,12 +167,11 @@ class ServerProbe:
         )
         try:
             await proofs.prove({})
-        except BaseException as error:
-            await proofs.close()
+        except CannotContinueError as error:
             self._adds_grammar = proofs.adds_grammar
-            if isinstance(error, CannotContinueError):
-                return error
-            raise
+            if self._client.renderer is None:
+                await self.close()
+            return error
         return proofs
 
     async def _find_model(self) -> int:
