@@ -90,9 +90,7 @@ class VllmEngine(LocallyRenderingEngine):
         Python of an environment with vLLM, by default that of the `vllm` command. `vllm_parsers` names the server's
         parsers as TOOL/REASONING."""
         self.client = VllmClient(url, api_key, model=model)
-        self._probe = ServerProbe(
-            self.client, find_vllm_python(vllm_python), read_parsers(vllm_parsers), model_folder
-        )
+        self._probe = ServerProbe(self.client, find_vllm_python(vllm_python), read_parsers(vllm_parsers), model_folder)
         self._weight_version: str | None = None
         self._weight_version_at = self._weights_changed_at = 0.0
 

@@ -61,7 +61,7 @@ class ForcedAnswer:
     """How many ids of `sampled` each chunk of the server's stream had. Some parsers parse the same ids differently if
     they come in other chunks."""
     prompt: tuple[int, ...] = ()
-    own: bool = False
+    contains_call: bool = False
     """True if a tool call was sampled in the template's format. Also true if the chat route parsed a tool call, because
     a grammar of the server may force tool calls into another format."""
     cut: bool = False
@@ -82,7 +82,7 @@ class ForcedAnswer:
             "ids": self.sampled,
             "chunks": self.chunks,
             "raw_finish": self.raw_finish,
-            "own": self.own,
+            "contains_call": self.contains_call,
             **content,
         }
 
@@ -111,8 +111,7 @@ def matching_reasoning_mode(answers: Sequence[ForcedAnswer], *, tools: bool) -> 
 
 
 def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> ParsedAnswer:
-    finish = "length" if answer.parsed.finish == "length" else "stop"
-    event = SampleEvent(text=answer.text, finish_reason=finish)
+    event = SampleEvent(text=answer.text, finish_reason=answer.raw_finish)
     return ParsedAnswer.of([HermesParser(tools=tools, reasoning=mode).parse(event)])
 
 

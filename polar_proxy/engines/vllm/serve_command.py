@@ -1,6 +1,6 @@
 """Find the `vllm serve` command for a model, with the parsers that read answers in the format of its chat template.
 
-No server is needed. The model's template writes answers with reasoning and tool calls (`own_forms.py`), and vLLM's
+No server is needed. The model's template writes answers with reasoning and tool calls (`target_answers.py`), and vLLM's
 parsers are tried on their tokens in a side process (`parser_process.py`).
 """
 
@@ -15,8 +15,8 @@ from itertools import product
 
 from polar_proxy.engines.chat_template import MessageForm, ModelFiles, find_model_folder
 from polar_proxy.engines.vllm.answer_parser import parser_request
-from polar_proxy.engines.vllm.own_forms import ARGUMENTS, CONTENT, REASONING, TOOL, USER, after_call, call_turn
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers, find_vllm_python
+from polar_proxy.engines.vllm.target_answers import ARGUMENTS, CONTENT, REASONING, TOOL, USER, after_call, call_turn
 from polar_proxy.errors import EngineError, RequestError, UsageError
 from polar_proxy.sequences import equal_start
 from polar_proxy.types import ChatRequest, Json, Message
@@ -95,7 +95,9 @@ class _Template:
                 shown = {"text": content, "reasoning": REASONING if REASONING in text else "", "calls": calls}
                 if all(name in text for each in arguments for name in each):
                     ended = {"raw_finish": "stop", "finish": "tool_calls" if calls else "stop"}
-                    out.append({"prompt": prompt, "ids": ids, "chunks": None, "own": bool(calls), **ended, **shown})
+                    out.append(
+                        {"prompt": prompt, "ids": ids, "chunks": None, "contains_call": bool(calls), **ended, **shown}
+                    )
         return out
 
     def _answer(self, messages: list[Json], prompt: list[int], turn: Json) -> list[int]:
