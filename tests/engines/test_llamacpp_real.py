@@ -65,7 +65,7 @@ async def test_conversations_are_rendered_in_this_process(engine: LlamaCppEngine
     (here,) = await engine.render_texts([request])
     assert here == await engine.client.apply_template(request)
     assert engine._local is not None
-    assert await engine._local.renders([request])
+    assert await engine._local.matches_server([request])
 
 
 async def test_text_becomes_the_ids_of_the_models_own_tokenizer(engine: LlamaCppEngine) -> None:
