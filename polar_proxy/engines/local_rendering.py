@@ -64,8 +64,8 @@ class LocalRenderer(Generic[Rendering]):
         server_render: Render[Rendering],
         encode: Callable[[str], Rendering],
     ) -> None:
-        """`server_render` returns the server's rendering, as ids or text. `encode` converts a text that was rendered here to
-        the same type."""
+        """`server_render` returns the server's rendering, as ids or text. `encode` converts a text that was rendered
+        here to the same type."""
         self._template = template
         self._encode: Callable[[str], Rendering] = encode
         self._form = form

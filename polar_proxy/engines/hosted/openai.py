@@ -10,6 +10,7 @@ On this route, OpenAI's models do not return their reasoning. They return only t
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import ClassVar
 from urllib.parse import urlsplit
 
@@ -103,7 +104,7 @@ class OpenAIEngine(HostedEngine):
         the request again with this field, and use the field in all later requests."""
         used = set(self._alternatives)  # a copy, because requests in flight at the same time extend the set
         while True:
-            path, body = await self.client.thread.run(request.large, self._body, request, stream, used)
+            path, body = await self.client.thread.run(request.large, self._encode, request, stream, used)
             try:
                 return await self.client.post(path, body, large=request.large)
             except RequestError as error:
@@ -113,10 +114,7 @@ class OpenAIEngine(HostedEngine):
                 used |= named
                 self._alternatives |= named
 
-    def _encode(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
-        return self._body(request, stream, self._alternatives)
-
-    def _body(self, request: EngineRequest, stream: bool, alternatives: set[str]) -> tuple[str, Json]:
+    def _encode(self, request: EngineRequest, stream: bool, alternatives: Set[str] = frozenset()) -> tuple[str, Json]:
         """Return the path and the body, with the fields of `_ALTERNATIVES` that `alternatives` names."""
         body = {"model": self.info.model, **sampling_fields(request.sampling, _SAMPLING, stream=stream)}
         if "max_tokens" in body and "max_completion_tokens" in alternatives:
