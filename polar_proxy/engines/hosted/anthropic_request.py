@@ -194,10 +194,10 @@ def _reasoning(options: ClientOptions) -> Json:
         return {"thinking": {"type": "disabled"}}
     if tokens is not None and tokens > 0:
         thinking = {"type": "enabled", "budget_tokens": max(LEAST_BUDGET, tokens)}
-    elif tokens is not None or options.show_reasoning:
+    elif options.show_reasoning:
+        thinking = {"type": "adaptive", "display": "summarized"}
+    elif tokens is not None:
         thinking = {"type": "adaptive"}
-    if thinking and options.show_reasoning and thinking["type"] == "adaptive":
-        thinking["display"] = "summarized"
     out: Json = {"thinking": thinking} if thinking else {}
     if options.effort is not None and (effort := _EFFORTS.get(options.effort)) is not None:
         out["output_config"] = {"effort": effort}

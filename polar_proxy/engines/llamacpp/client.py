@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from math import exp, log, nan
-from typing import Any
+from typing import Any, ClassVar
 
 from polar_proxy.engines.base import uses_tools
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK
@@ -57,6 +57,8 @@ class Vocabulary:
 class LlamaCppClient(OpenAIClient):
     """A client of one llama-server. Each request opens a new connection, because the server closes a connection without
     notice after a stream."""
+
+    missing_field_hint: ClassVar[str] = " Is it a llama-server?"
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         super().__init__(url, api_key, keep_alive=False)
@@ -112,16 +114,6 @@ class LlamaCppClient(OpenAIClient):
         finally:
             response.close()
         raise EngineError(f"{self.name} broke off in the middle of its answer.")
-
-    async def vocabulary(self, prompt: Sequence[int], end: int) -> Vocabulary:
-        return Vocabulary(await self.next_tokens(prompt, end))
-
-    def field(self, answer: Any, name: str) -> Any:
-        """Return a field of an answer. Raises EngineError if it is missing."""
-        value = answer.get(name) if isinstance(answer, dict) else None
-        if value is None:
-            raise EngineError(f"{self.name} sent an answer without {name!r}. Is it a llama-server?")
-        return value
 
 
 def sampled_logprob(rows: Sequence[Json], token: int, sampling: Sampling) -> float:

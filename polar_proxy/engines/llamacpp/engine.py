@@ -83,7 +83,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
     async def _connect(self) -> EngineInfo:
         self._model = await probe_server(self.client, self._requested_model)
         if self._model.template is not None:
-            self._local = await LocalRenderer.find(self._model.template, self._render_text, str)
+            self._local = await LocalRenderer.find(self._model.template, self.client.apply_template, str)
         return self._model.info
 
     @property
@@ -98,9 +98,6 @@ class LlamaCppEngine(LocallyRenderingEngine):
 
     # Rendering
 
-    async def _render_text(self, request: ChatRequest, *, generation: bool = True) -> str:
-        return await self.client.apply_template(request, generation=generation)
-
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         (text,) = await self.render_texts([request], generation=generation)
         return await self.client.tokenize(text, add_special=True)
@@ -109,7 +106,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
         return await super().render_texts(list(map(_with_used_tools, requests)), generation=generation)
 
     async def _texts_of_server(self, requests: Sequence[ChatRequest], generation: bool) -> list[str]:
-        return [await self._render_text(request, generation=generation) for request in requests]
+        return [await self.client.apply_template(request, generation=generation) for request in requests]
 
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
         return await super().confirm_rendering(_with_used_tools(request), end)
@@ -259,7 +256,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
             finish, stopped = _FINISH[chunk["stop_type"]], chunk["stopping_word"] or None
         elif full:
             finish = "length"
-        if finish is not None and answer.stops.stopped_at is None:
+        if finish is not None:
             text += answer.stops.close()
         answer.finished = finish is not None
         shown = answer.sampling.logprobs or answer.sampling.top_logprobs
@@ -301,9 +298,6 @@ class LlamaCppEngine(LocallyRenderingEngine):
         if token not in [row["id"] for row in entry["top_logprobs"]]:
             known.append(entry["logprob"])
         return at_temperature(entry["logprob"], known, temperature)
-
-    async def health(self) -> str | None:
-        return await self.client.health()
 
 
 def _with_used_tools(request: ChatRequest) -> ChatRequest:

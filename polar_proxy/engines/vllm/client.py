@@ -139,13 +139,6 @@ class VllmClient(OpenAIClient):
         text = await self.read(response)
         return parse_load(text.decode(errors="replace")) if response.status == 200 else None
 
-    def field(self, answer: Any, name: str) -> Any:
-        """Return a field of an answer. Raises EngineError if it is missing."""
-        value = answer.get(name) if isinstance(answer, dict) else None
-        if value is None:
-            raise EngineError(f"{self.name} sent an answer without {name!r}.")
-        return value
-
 
 async def unless_refused(call: Awaitable[T]) -> T | None:
     """Await `call` and return its result, or None if it raises a PolarError.

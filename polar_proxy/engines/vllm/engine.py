@@ -272,9 +272,6 @@ class VllmEngine(LocallyRenderingEngine):
             raise RequestError(f"{self.client.name} does not return the log-probabilities of a prompt.")
         return await self.client.score(ids, temperature)
 
-    async def health(self) -> str | None:
-        return await self.client.health()
-
     async def load(self) -> EngineLoad | None:
         return await self.client.load()
 

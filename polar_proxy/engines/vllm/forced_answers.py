@@ -14,7 +14,6 @@ PLAIN = "Hello there."
 ONE_CALL = CALL + '\n{"name": "look", "arguments": {"path": "a"}}\n' + END_CALL
 EMPTY_CALL = CALL + '\n{"name": "look", "arguments": {}}\n' + END_CALL
 AWKWARD_CALL = CALL + '\n{"name": "look", "arguments": {"b" : true,"p":"a\\u00e9 é", "e":[ ]}}\n' + END_CALL
-TEXTS = {"plain text": PLAIN}
 CALL_TEXTS = {
     "text and a call": f"I look.\n{ONE_CALL}",
     "two calls": f"{EMPTY_CALL}\n{EMPTY_CALL}",

@@ -27,7 +27,6 @@ from polar_proxy.engines.vllm.forced_answers import (
     LETTER,
     PLAIN,
     TAGGED,
-    TEXTS,
     ForcedAnswer,
     ParsedAnswer,
     ids_without,
@@ -142,7 +141,7 @@ class ForcedSampling:
 
         # Reasoning must end before a call, whose tag has the smaller bias: some parsers end it at the call's tag too.
         plain = {THINK: 25, END_THINK: 100, CALL: 50, END_CALL: 50}
-        texts = TEXTS | (CALL_TEXTS if self._tools else {})
+        texts = {"plain text": PLAIN} | (CALL_TEXTS if self._tools else {})
         requests = [force(name, text, plain) for name, text in texts.items()]
         thought = f"{THINK}{LETTER}{END_THINK}"
         if reasons:
