@@ -201,13 +201,11 @@ class LlamaCppEngine(LocallyRenderingEngine):
                 token = streamed_token(chunk, answer.sampling.top_logprobs, self.client.name)
                 missing = chunk["tokens_predicted"] - (len(answer.ids) - before) - (token is not None)
                 spelling = self._spelling(answer, missing, token, chunk) if token is not None and missing else None
-                if token is None or spelling is None:
-                    tokens = [_UNKNOWN] * missing + ([token] if token else [])
-                    yield self._event(answer, tokens, chunk)
-                    if answer.finished:
-                        return
-                else:
+                if token is not None and spelling is not None:
                     break
+                yield self._event(answer, [_UNKNOWN] * missing + ([token] if token else []), chunk)
+                if answer.finished:
+                    return
             else:
                 raise AssertionError("unreachable: the last chunk finishes the answer")
         tokens = [*await self._recovered(answer, spelling, chunk), token]
