@@ -14,12 +14,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK
 from polar_proxy.engines.openai_stream import MISSING_BELOW
-from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
+from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, conversation_fields, unless_refused
 from polar_proxy.engines.vllm.forced_answers import (
     CALL_TEXTS,
     EMPTY_CALL,
@@ -47,44 +46,45 @@ from polar_proxy.engines.vllm.target_answers import (
     template_answers,
 )
 from polar_proxy.errors import EngineError
-from polar_proxy.types import Json, SampleEvent
+from polar_proxy.types import ChatRequest, Json, SampleEvent
 
 _TOGETHER = 8
 """Maximum number of requests to the server at a time."""
 _ALTERNATIVES = 5
 
 
+async def encode_tags(client: VllmClient) -> dict[str, tuple[int, ...]]:
+    """Return the token ids of the tags of reasoning and calls, and of the other texts that get biases."""
+    texts = (THINK, END_THINK, CALL, END_CALL, LETTER, UNWANTED)
+    ids = await asyncio.gather(*map(client.encode, texts))
+    return dict(zip(texts, map(tuple, ids), strict=True))
+
+
 class ForcedSampling:
-    """Requests to one server that make it sample given answers.
+    """Requests to one server that make it sample given answers, all with the same tools and template options."""
 
-    `chat_fields` are the tools and template options of a chat request.
-    """
-
-    def __init__(self, client: VllmClient, *, end_of_turn: int, tools: bool) -> None:
-        """`tools` says that the server accepts `tool_choice: auto`."""
+    def __init__(
+        self, client: VllmClient, request: ChatRequest, tags: Mapping[str, tuple[int, ...]], *, end_of_turn: int
+    ) -> None:
+        """`request`: a request with the tools and template options, but without messages. `tags`: see `encode_tags`."""
+        self.request = request
         self._client = client
+        self._tags = tags
         self._end_of_turn = end_of_turn
-        self._tools = tools
+        self._chat_fields = conversation_fields(request)
         self._slots = asyncio.Semaphore(_TOGETHER)
-        self.tags: dict[str, tuple[int, ...]] = {}
-        """Token ids of the tags of reasoning and calls, and of other texts that get biases. Set by `encode_tags`."""
 
-    async def encode_tags(self) -> None:
-        if not self.tags:
-            texts = (THINK, END_THINK, CALL, END_CALL, LETTER, UNWANTED)
-            ids = await asyncio.gather(*map(self._client.encode, texts))
-            self.tags = dict(zip(texts, map(tuple, ids), strict=True))
-
-    async def render(self, messages: list[Json], generation: bool, chat_fields: Json) -> list[int]:
-        return await self._client.render({"messages": messages, "add_generation_prompt": generation, **chat_fields})
+    async def render(self, messages: list[Json], generation: bool) -> list[int]:
+        body = {"messages": messages, "add_generation_prompt": generation}
+        return await self._client.render(self._chat_fields | body)
 
     async def _sample(self, path: str, body: Json) -> list[SampleEvent]:
         async with self._slots:
             return await self._client.sampled(path, {"temperature": 0, "return_token_ids": True, **body})
 
     async def _chat(self, name: str, conversation: Conversation, fields: Json, wanted: str = "") -> ForcedAnswer:
-        """Sample an answer by the chat route. `fields`: the fields of the request besides the messages."""
-        events = await self._sample(CHAT, {"messages": conversation.messages, "max_tokens": 200, **fields})
+        body = {"messages": conversation.messages, "max_tokens": 200, **fields}
+        events = await self._sample(CHAT, self._chat_fields | body)
         parsed = ParsedAnswer.of(events)
         sampled = tuple(token for event in events for token in event.token_ids)
         return ForcedAnswer(
@@ -99,39 +99,39 @@ class ForcedSampling:
 
     def _bias(self, biases: Mapping[str, float]) -> Json:
         """Return the field `logit_bias` with the bias of each text. A text of several tokens gets no bias."""
-        tokens = {self.tags[text]: bias for text, bias in biases.items()}
+        tokens = {self._tags[text]: bias for text, bias in biases.items()}
         return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}
 
     async def force_target(
-        self, target: TargetAnswer, end_of_reasoning: int | None, chat_fields: Json, conversation: Conversation
+        self, target: TargetAnswer, end_of_reasoning: int | None, conversation: Conversation
     ) -> ForcedAnswer | None:
         """Make the server sample `target` as its answer to `conversation`, and return the answer.
 
         Returns None if the server refuses the request.
         """
-        fields = chat_fields | forcing_fields(target, end_of_reasoning, self.tags[UNWANTED])
+        fields = forcing_fields(target, end_of_reasoning, self._tags[UNWANTED])
         return await unless_refused(self._chat(target.name, conversation, fields))
 
-    async def short_answer(self, chat_fields: Json, conversation: Conversation) -> ForcedAnswer:
+    async def short_answer(self, conversation: Conversation) -> ForcedAnswer:
         """Make the server answer with two letters. They are parsed as reasoning if answers begin inside reasoning."""
-        fields = chat_fields | self._bias({LETTER: 100}) | {"max_tokens": 2}
+        fields = self._bias({LETTER: 100}) | {"max_tokens": 2}
         return replace(await self._chat("two letters", conversation, fields, LETTER), cut=True)
 
-    async def special_answer(self, chat_fields: Json, conversation: Conversation) -> ForcedAnswer:
+    async def special_answer(self, conversation: Conversation) -> ForcedAnswer:
         """Make the server answer with special tokens only.
 
         If such chats show special tokens, the answer has text. Otherwise its text is empty.
         """
-        bias = {"logit_bias": {str(self._end_of_turn): 100}, "max_tokens": 2, "ignore_eos": True}
-        return replace(await self._chat("special tokens", conversation, chat_fields | bias), cut=True)
+        fields = {"logit_bias": {str(self._end_of_turn): 100}, "max_tokens": 2, "ignore_eos": True}
+        return replace(await self._chat("special tokens", conversation, fields), cut=True)
 
-    async def force_answers(self, chat_fields: Json, conversation: Conversation, reasons: bool) -> list[ForcedAnswer]:
+    async def force_answers(self, conversation: Conversation, reasons: bool) -> list[ForcedAnswer]:
         """Sample plain text, Hermes calls and tagged reasoning. `reasons`: answers begin inside reasoning."""
 
         async def force(name: str, text: str, biases: Mapping[str, float], before: str = "") -> ForcedAnswer | None:
             # `before`, the text before the grammar's, is sampled by descending biases under a penalty.
             penalty = {"repetition_penalty": 4.0, "max_tokens": 60} if before else {"repetition_penalty": 1.0}
-            fields = chat_fields | self._bias(biases) | penalty | {"structured_outputs": {"choice": [text]}}
+            fields = self._bias(biases) | penalty | {"structured_outputs": {"choice": [text]}}
             try:
                 return await self._chat(name, conversation, fields, before + text)
             except EngineError:
@@ -141,36 +141,33 @@ class ForcedSampling:
 
         # Reasoning must end before a call, whose tag has the smaller bias: some parsers end it at the call's tag too.
         plain = {THINK: 25, END_THINK: 100, CALL: 50, END_CALL: 50}
-        texts = {"plain text": PLAIN} | (CALL_TEXTS if self._tools else {})
+        texts = {"plain text": PLAIN} | (CALL_TEXTS if self.request.tools else {})
         requests = [force(name, text, plain) for name, text in texts.items()]
         thought = f"{THINK}{LETTER}{END_THINK}"
         if reasons:
             requests.append(force("reasoning", PLAIN, {LETTER: 100, END_THINK: 50}, f"{LETTER}{END_THINK}"))
             requests.append(force(TAGGED, PLAIN, {THINK: 100, LETTER: 75, END_THINK: 50}, thought))
-            if self._tools:
+            if self.request.tools:
                 # If a tool call ends the reasoning, its tag is the first token that the grammar sees.
                 requests.append(force(IN_REASONING, EMPTY_CALL, {LETTER: 70, CALL: 100}, LETTER))
         else:
             requests.append(force(TAGGED, f"{thought}{PLAIN}", plain))
         return [answer for answer in await asyncio.gather(*requests) if answer is not None]
 
-    async def force_template_answers(
-        self, chat_fields: Json, conversations: Sequence[Conversation]
-    ) -> list[ForcedAnswer]:
+    async def force_template_answers(self, conversations: Sequence[Conversation]) -> list[ForcedAnswer]:
         """Sample answers as the template writes them, with and without tool calls, in each of these conversations."""
-        if not self._tools:
+        if not self.request.tools:
             return []
-        render = partial(self.render, chat_fields=chat_fields)
         targets, end_of_reasoning, plain = await asyncio.gather(
-            template_answers(render, USER, self._end_of_turn),
-            find_end_of_reasoning(self._client, render, USER),
+            template_answers(self.render, USER, self._end_of_turn),
+            find_end_of_reasoning(self._client, self.render, USER),
             self._client.encode(PLAIN),
         )
 
         async def force(target: TargetAnswer, conversation: Conversation) -> ForcedAnswer | None:
             # The last token may be one at which the server stops, and such a token cannot be forced.
             for each in (target, replace(target, ids=target.ids[:-1])):
-                answer = await self.force_target(each, end_of_reasoning, chat_fields, conversation)
+                answer = await self.force_target(each, end_of_reasoning, conversation)
                 if answer is not None:
                     sampled = last_position(answer.sampled, after_reasoning(each.ids, end_of_reasoning)) >= 0
                     contains_call = (sampled and target.contains_call) or bool(answer.parsed.calls)
@@ -181,32 +178,30 @@ class ForcedSampling:
         forced = await asyncio.gather(*(force(target, each) for each in conversations for target in targets))
         return [answer for answer in forced if answer is not None]
 
-    async def open_reasoning(self, chat_fields: Json, conversation: Conversation) -> ForcedAnswer | None:
+    async def open_reasoning(self, conversation: Conversation) -> ForcedAnswer | None:
         """Make the server begin an answer with reasoning in the template's format, and cut it after a few letters.
 
         Returns None if the server did not do this. Used for servers whose grammar applies from the first
         token, not only from the answer's text, and allows reasoning before the text (gpt-oss).
         """
         turn = call_turn(ARGUMENTS[:1]) | {"reasoning": REASONING, "reasoning_content": REASONING}
-        whole = await unless_refused(self.render([*conversation.messages, turn], False, chat_fields)) or []
+        whole = await unless_refused(self.render([*conversation.messages, turn], False)) or []
         before, found, _ = (await self._client.decode(whole[len(conversation.prompt) :])).partition(REASONING)
         opening = tuple(await self._client.encode(before)) if found else ()
         if not opening:
             return None
-        biases = dict.fromkeys(opening, 50) | dict.fromkeys(self.tags[LETTER], 100)
+        biases = dict.fromkeys(opening, 50) | dict.fromkeys(self._tags[LETTER], 100)
         fields = {
             "structured_outputs": {"choice": [PLAIN]},
             "logit_bias": {str(token): bias for token, bias in biases.items()},
             "max_tokens": len(opening) + 4,
         }
-        answer = await unless_refused(self._chat("cut reasoning", conversation, chat_fields | fields))
+        answer = await unless_refused(self._chat("cut reasoning", conversation, fields))
         if answer is None or answer.sampled[: len(opening)] != opening:
             return None
         return replace(answer, cut=True)
 
-    async def force_tags(
-        self, tags: Sequence[tuple[str, str]], chat_fields: Json, conversation: Conversation
-    ) -> list[ForcedAnswer]:
+    async def force_tags(self, tags: Sequence[tuple[str, str]], conversation: Conversation) -> list[ForcedAnswer]:
         """Sample one answer for each of these pairs of tags, with a letter as the reasoning between the tags.
 
         Returns only the answers in which the server really sampled these tokens.
@@ -215,7 +210,7 @@ class ForcedSampling:
         async def force(start: str, end: str) -> ForcedAnswer | None:
             ids = tuple(await self._client.encode(f"{start}{LETTER}{end}{PLAIN}"))
             target = TargetAnswer(f"a letter between {start} and {end}", ids)
-            answer = await self.force_target(target, None, chat_fields, conversation)
+            answer = await self.force_target(target, None, conversation)
             return answer if answer is not None and last_position(answer.sampled, ids) >= 0 else None
 
         forced = await asyncio.gather(*(force(start, end) for start, end in tags))

@@ -25,7 +25,6 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,7 @@ from polar_proxy.engines.vllm.forced_answers import (
     matching_reasoning_mode,
     unforced,
 )
-from polar_proxy.engines.vllm.forced_sampling import ForcedSampling
+from polar_proxy.engines.vllm.forced_sampling import ForcedSampling, encode_tags
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
 from polar_proxy.engines.vllm.target_answers import (
     TOOL,
@@ -64,7 +63,7 @@ from polar_proxy.engines.vllm.target_answers import (
     find_end_of_reasoning,
 )
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.types import ChatRequest, Json, SampleEvent, TokenIds
+from polar_proxy.types import ChatRequest, SampleEvent, TokenIds
 
 _TAIL_TOKENS = 16
 _KEPT_CONFIGS = 32
@@ -104,7 +103,7 @@ class ParserProofs:
         self._parsers = parsers
         self._end_of_turn = end_of_turn
         self._tools = tools
-        self._sampling = ForcedSampling(client, end_of_turn=end_of_turn, tools=tools)
+        self._tags: Mapping[str, tuple[int, ...]] = {}
         self._proved: dict[bytes, ParserConfig | CannotContinueError] = {}
         self.adds_grammar = adds_grammar
         """Whether the server samples requests with tools under a grammar of its own. A proof sets this to True if the
@@ -136,7 +135,7 @@ class ParserProofs:
         for options in (request.template_kwargs, {}):
             config = self._proved.get(_key(options))
             if isinstance(config, ParserConfig) and config.kind == "process":
-                return await self._has_grammar(config.parsers, parser_request(self._client.model, request))
+                return await self._has_grammar(config.parsers, request)
         return uses_tools(request) and (self.adds_grammar or has_strict_tool(request))
 
     async def enforces_calls(self) -> bool:
@@ -145,7 +144,7 @@ class ParserProofs:
         if not isinstance(config, ParserConfig) or config.kind != "process":
             return True
         demanding = ChatRequest("", (), tools=(TOOL,), tool_choice="required")
-        return await self._has_grammar(config.parsers, parser_request(self._client.model, demanding))
+        return await self._has_grammar(config.parsers, demanding)
 
     async def prove(self, options: Mapping[str, Any]) -> ParserConfig:
         """Return how this server's answers are parsed under these template options.
@@ -166,7 +165,7 @@ class ParserProofs:
 
     async def _try_to_prove(self, options: Mapping[str, Any]) -> ParserConfig | CannotContinueError:
         try:
-            return await self._prove({"chat_template_kwargs": dict(options)} if options else {})
+            return await self._prove(options)
         except CannotContinueError as error:
             return error
         except RequestError as error:
@@ -174,21 +173,23 @@ class ParserProofs:
         except EngineError as error:
             return CannotContinueError(f"its verification failed: {error}")
 
-    async def _prove(self, options: Json) -> ParserConfig:
-        await self._sampling.encode_tags()
-        chat_fields = options | ({"tools": [TOOL]} if self._tools else {})
-        conversations = await self._conversations(chat_fields)
+    async def _prove(self, options: Mapping[str, Any]) -> ParserConfig:
+        self._tags = self._tags or await encode_tags(self._client)
+        request = ChatRequest("", (), tools=(TOOL,) if self._tools else (), template_kwargs=options)
+        sampling = ForcedSampling(self._client, request, self._tags, end_of_turn=self._end_of_turn)
+        toolless = ForcedSampling(self._client, replace(request, tools=()), self._tags, end_of_turn=self._end_of_turn)
+        conversations = await self._conversations(sampling)
         first = conversations[0]
         call_problem, short, special = await asyncio.gather(
-            self._call_format_problem(chat_fields),
-            asyncio.gather(*(self._sampling.short_answer(chat_fields, each) for each in conversations)),
-            asyncio.gather(*(self._sampling.special_answer(each, first) for each in (options, chat_fields))),
+            self._call_format_problem(sampling),
+            asyncio.gather(*map(sampling.short_answer, conversations)),
+            asyncio.gather(toolless.special_answer(first), sampling.special_answer(first)),
         )
         reasons = bool(short[0].parsed.reasoning) and not short[0].parsed.text
-        texts = await self._sampling.force_answers(chat_fields, first, reasons)
+        texts = await sampling.force_answers(first, reasons)
         self.adds_grammar |= any(answer.parsed.calls for answer in texts if answer.wanted == PLAIN)
-        written = await self._sampling.force_template_answers(chat_fields, conversations)
-        answers, tags_show = await self._sampling.read_back([*texts, *short, *written], first.prompt)
+        written = await sampling.force_template_answers(conversations)
+        answers, tags_show = await sampling.read_back([*texts, *short, *written], first.prompt)
         tail = self._tail(first.prompt)
         mode, problem = self._hermes_mode(answers, reasons, tail, call_problem)
         # A parser needs to see the tags; apart from that, completions hide the same tokens as a chat.
@@ -200,26 +201,25 @@ class ParserProofs:
             return config
         self._require_recognised_call(answers, problem)
         if not any(answer.parsed.reasoning for answer in answers):
-            reasoning = await self._sampling.open_reasoning(chat_fields, first)
+            reasoning = await sampling.open_reasoning(first)
             answers += [] if reasoning is None else [reasoning]
         answers.append(special[-1])
         problems = [problem if mode is None else _OWN_GRAMMAR]
         for find in (self._match_process, self._match_derender):
-            found = await find(config, answers, chat_fields, conversations)
-            if isinstance(found, ParserConfig) and not await self._misses_grammar(found, chat_fields):
+            found = await find(config, answers, sampling, conversations)
+            if isinstance(found, ParserConfig) and not await self._misses_grammar(found, sampling.request):
                 return found
             problems.append(found if isinstance(found, str) else _OWN_GRAMMAR)
         raise CannotContinueError(" ".join([*filter(None, problems), REMEDY]))
 
-    async def _conversations(self, chat_fields: Json) -> list[Conversation]:
+    async def _conversations(self, sampling: ForcedSampling) -> list[Conversation]:
         """Return the conversations that the server is made to answer: a first message, and then a tool's result."""
-        render = partial(self._sampling.render, chat_fields=chat_fields)
-        opened, bare = await asyncio.gather(render(USER, True), render(USER, False))
+        opened, bare = await asyncio.gather(sampling.render(USER, True), sampling.render(USER, False))
         if opened[: len(bare)] != bare:
             raise CannotContinueError("its template does not open an answer by appending tokens to the conversation.")
         conversations = [Conversation(USER, tuple(opened))]
         later = after_call(USER)
-        if self._tools and (prompt := await unless_refused(render(later, True))) is not None:
+        if self._tools and (prompt := await unless_refused(sampling.render(later, True))) is not None:
             conversations.append(Conversation(later, tuple(prompt), " after a tool call"))
         return conversations
 
@@ -244,32 +244,30 @@ class ParserProofs:
             )
             raise CannotContinueError(unrecognised if problem is None else f"{problem} {unrecognised}")
 
-    async def _misses_grammar(self, config: ParserConfig, chat_fields: Json) -> bool:
+    async def _misses_grammar(self, config: ParserConfig, request: ChatRequest) -> bool:
         """Return whether the chat route adds a grammar that Polar cannot add itself with this configuration."""
         if not self.adds_grammar:
             return False
-        request = parser_request(self._client.model, _request(chat_fields))
         return config.kind != "process" or not await self._has_grammar(config.parsers, request)
 
     def _tail(self, prompt: Sequence[int] | TokenIds) -> PromptTail:
         """Return `open` or `closed` if the tokens after a prompt's last turn open or close reasoning, else `none`."""
         near = tuple(int(token) for token in prompt[-_TAIL_TOKENS:])
         near = near[last_position(near, (self._end_of_turn,)) + 1 :]
-        places = {tag: last_position(near, self._sampling.tags[tag]) for tag in (THINK, END_THINK)}
+        places = {tag: last_position(near, self._tags[tag]) for tag in (THINK, END_THINK)}
         if max(places.values()) < 0:
             return "none"
         return "open" if places[THINK] > places[END_THINK] else "closed"
 
-    async def _call_format_problem(self, chat_fields: Json) -> str | None:
+    async def _call_format_problem(self, sampling: ForcedSampling) -> str | None:
         """Return why the Hermes parser cannot read tool calls in the chat template's format, or None if it can.
 
         The model is expected to write tool calls in that format.
         """
         if not self._tools:
             return None
-        render = partial(self._sampling.render, chat_fields=chat_fields)
-        call = call_turn([{"path": "a"}])
-        bare, whole = await asyncio.gather(render(USER, False), render([*USER, call], False))
+        turn = call_turn([{"path": "a"}])
+        bare, whole = await asyncio.gather(sampling.render(USER, False), sampling.render([*USER, turn], False))
         written = await self._client.decode(whole[len(bare) :])
         parsed = HermesParser(tools=True).parse(SampleEvent(text=written))
         found = [(call.name, _parse_json(call.arguments)) for call in parsed.tool_calls]
@@ -278,7 +276,11 @@ class ParserProofs:
         return "The template writes tool calls in another format than Hermes."
 
     async def _match_process(
-        self, config: ParserConfig, answers: list[ForcedAnswer], chat_fields: Json, conversations: list[Conversation]
+        self,
+        config: ParserConfig,
+        answers: list[ForcedAnswer],
+        sampling: ForcedSampling,
+        conversations: list[Conversation],
     ) -> ParserConfig | str:
         """Return `config` with the only pair of vLLM's parsers that parses these answers as the chat route does.
 
@@ -295,15 +297,15 @@ class ParserProofs:
                 "The server could not be made to sample a tool call in the template's format, so it is unknown which "
                 "of vLLM's parsers it uses. Name them by the setting engine.vllm_parsers, as TOOL/REASONING."
             )
-        request = parser_request(self._client.model, _request(chat_fields))
+        request = parser_request(self._client.model, sampling.request)
         try:
             await self.process.ensure_started()
-            tagged = await self._sampling.force_tags(self.process.reasoning_tags, chat_fields, conversations[0])
+            tagged = await sampling.force_tags(self.process.reasoning_tags, conversations[0])
             samples = [answer.to_sample() for answer in [*answers, *tagged]]
             given = None if self._parsers is None else [self._parsers]
             found = await self.process.match(request, samples, given)
             if len(found) > 1:
-                found = await self._distinguish(found, [*answers, *tagged], chat_fields, conversations)
+                found = await self._distinguish(found, [*answers, *tagged], sampling, conversations)
         except EngineError as error:
             return str(error)
         if not found:
@@ -320,7 +322,11 @@ class ParserProofs:
         return replace(config, kind="process", parsers=found[0])
 
     async def _distinguish(
-        self, found: list[Parsers], answers: list[ForcedAnswer], chat_fields: Json, conversations: list[Conversation]
+        self,
+        found: list[Parsers],
+        answers: list[ForcedAnswer],
+        sampling: ForcedSampling,
+        conversations: list[Conversation],
     ) -> list[Parsers]:
         """Return the pairs of parsers among `found` that also parse further answers as the server does.
 
@@ -329,9 +335,8 @@ class ParserProofs:
         answer that rules some of them out.
         """
         assert self.process is not None
-        request = parser_request(self._client.model, _request(chat_fields))
-        render = partial(self._sampling.render, chat_fields=chat_fields)
-        end_of_reasoning = await find_end_of_reasoning(self._client, render, USER)
+        request = parser_request(self._client.model, sampling.request)
+        end_of_reasoning = await find_end_of_reasoning(self._client, sampling.render, USER)
         bodies = [
             after_reasoning(answer.ids, end_of_reasoning) for answer in answers if self._end_of_turn not in answer.ids
         ]
@@ -342,13 +347,13 @@ class ParserProofs:
 
         async def force(number: int, body: list[int]) -> ForcedAnswer | None:
             target = TargetAnswer("an answer that parsers do not parse alike", tuple(body))
-            return await self._sampling.force_target(target, end_of_reasoning, chat_fields, conversations[number])
+            return await sampling.force_target(target, end_of_reasoning, conversations[number])
 
         seed = in_vain = 0
         while len(found) > 1 and in_vain < _ROUNDS:
             differing = await self.process.distinguish(request, prompts, known, found, seed)
             if not differing:
-                return [await self._first_with_grammar(found, request)]
+                return [await self._first_with_grammar(found, sampling.request)]
             forced = await asyncio.gather(*(force(number, body) for number, body in differing))
             samples = [answer.to_sample() for answer in forced if answer is not None]
             left = await self.process.match(request, samples, found)
@@ -356,7 +361,7 @@ class ParserProofs:
             found, seed = left, seed + 1
         return found
 
-    async def _first_with_grammar(self, pairs: list[Parsers], request: Json) -> Parsers:
+    async def _first_with_grammar(self, pairs: list[Parsers], request: ChatRequest) -> Parsers:
         """Return the first pair of parsers with which vLLM constrains the answer by a grammar; else the first pair.
 
         Which of the pairs the server uses is not known. If the server uses a pair without a grammar, its answers are
@@ -368,14 +373,19 @@ class ParserProofs:
                 return pair
         return pairs[0]
 
-    async def _has_grammar(self, parsers: Parsers, request: Json) -> bool:
+    async def _has_grammar(self, parsers: Parsers, request: ChatRequest) -> bool:
         assert self.process is not None
-        stream = await self.process.open(parsers, request, [self._end_of_turn])
+        short_request = parser_request(self._client.model, request)
+        stream = await self.process.open(parsers, short_request, [self._end_of_turn])
         stream.close()
         return stream.sampling["constraint"] is not None
 
     async def _match_derender(
-        self, config: ParserConfig, answers: list[ForcedAnswer], chat_fields: Json, conversations: list[Conversation]
+        self,
+        config: ParserConfig,
+        answers: list[ForcedAnswer],
+        sampling: ForcedSampling,
+        conversations: list[Conversation],
     ) -> ParserConfig | str:
         """Return the configuration that parses with the server's route `/derender`, or why there is none.
 
@@ -385,7 +395,7 @@ class ParserProofs:
 
         async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:
             prompt = np.array(answer.prompt, dtype=np.int32)
-            parser = DerenderAnswerParser(self._client, _request(chat_fields), prompt, config)
+            parser = DerenderAnswerParser(self._client, sampling.request, prompt, config)
             pieces = [answer.sampled[at : at + _PIECES] for at in range(0, len(answer.sampled), _PIECES)]
             events = [SampleEvent(token_ids=piece) for piece in pieces]
             events[-1] = replace(events[-1], finish_reason=answer.raw_finish)
@@ -404,12 +414,6 @@ class ParserProofs:
 
 def _key(options: Mapping[str, Any]) -> bytes:
     return orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS)
-
-
-def _request(chat_fields: Json) -> ChatRequest:
-    return ChatRequest(
-        "", (), tools=tuple(chat_fields.get("tools", ())), template_kwargs=chat_fields.get("chat_template_kwargs", {})
-    )
 
 
 def _parse_json(text: str) -> Any:
