@@ -70,9 +70,9 @@ class ServerProbe:
     def __init__(
         self,
         client: VllmClient,
-        vllm_python: str | None = None,
-        parsers: Parsers | None = None,
-        model_folder: str | None = None,
+        vllm_python: str | None,
+        parsers: Parsers | None,
+        model_folder: str | None,
     ) -> None:
         """`vllm_python`: the Python of an environment with vLLM, whose parsers are tried on the server's answers;
         `parsers`: the parsers that the server was started with, if they are known; `model_folder`: the folder of the
