@@ -68,11 +68,7 @@ class ServerProbe:
     """Verification of one server, and owner of the side process. It sets the client's model if the user named none."""
 
     def __init__(
-        self,
-        client: VllmClient,
-        vllm_python: str | None,
-        parsers: Parsers | None,
-        model_folder: str | None,
+        self, client: VllmClient, vllm_python: str | None, parsers: Parsers | None, model_folder: str | None
     ) -> None:
         """`vllm_python`: the Python of an environment with vLLM, whose parsers are tried on the server's answers;
         `parsers`: the parsers that the server was started with, if they are known; `model_folder`: the folder of the
