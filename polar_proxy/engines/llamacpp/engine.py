@@ -23,7 +23,7 @@ from functools import partial
 from math import nan
 
 from polar_proxy.engines.base import CannotContinueError, ExactPrompt, uses_tools
-from polar_proxy.engines.hermes import HermesParser, reasoning_kind
+from polar_proxy.engines.hermes import PROMPT_TAIL, HermesParser, reasoning_kind
 from polar_proxy.engines.llamacpp.client import (
     LlamaCppClient,
     StreamedToken,
@@ -41,8 +41,6 @@ from polar_proxy.engines.stop_strings import StopStrings
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, Sampling, TokenIds
 
-_PROMPT_TAIL = 16
-"""Number of tokens at the end of a prompt that are searched for an open reasoning tag."""
 _UNKNOWN = StreamedToken(UNKNOWN_ID, nan)
 _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 
@@ -152,7 +150,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
     async def _parser_factory(self, request: EngineRequest, prompt: Sequence[int]) -> Callable[[], HermesParser] | None:
         if not isinstance(request, ChatRequest):
             return None
-        reasoning = reasoning_kind(self.model.template_source, await self.decode(prompt[-_PROMPT_TAIL:]))
+        reasoning = reasoning_kind(self.model.template_source, await self.decode(prompt[-PROMPT_TAIL:]))
         return partial(HermesParser, tools=uses_tools(request), reasoning=reasoning)
 
     def _check(self, request: EngineRequest, ids: Sequence[int]) -> None:
@@ -218,7 +216,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
 
         `missing`: the number of missing tokens. Their text and that of `token` together are the chunk's text.
         """
-        text, last = chunk["content"].encode(), self.model.vocabulary.data.get(token.token_id, b"")
+        text, last = chunk["content"].encode(), self.model.vocabulary.token_bytes.get(token.token_id, b"")
         if UNKNOWN_ID in answer.ids or "\ufffd" in chunk["content"] or not text.endswith(last):
             return None  # U+FFFD stands for any bytes that are no character
         spellings = self.model.vocabulary.spellings(text[: len(text) - len(last)], missing)
