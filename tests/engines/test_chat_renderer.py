@@ -52,6 +52,17 @@ async def test_conversations_are_rendered_by_the_side_process(python: str) -> No
         assert list(answer.prompt_ids) == ids
 
 
+@pytest.mark.parametrize("python", [[*LIMITS, "other_form"]], indirect=True)
+async def test_the_side_process_ends_with_the_engine_if_no_parser_fits(python: str) -> None:
+    limits = LIMITS | {"other_form"}
+    async with FakeVllm(limits=limits) as fake, VllmEngine(fake.url, vllm_python=python) as engine:
+        assert engine.continue_problem is not None
+        assert await engine.render(chat())
+        renderer = engine.client.renderer
+        assert renderer is not None
+    assert renderer._process is None
+
+
 @pytest.mark.parametrize("python", [[]], indirect=True)
 async def test_a_side_process_that_renders_otherwise_is_not_used(python: str) -> None:
     async with FakeVllm(limits=LIMITS) as fake, VllmEngine(fake.url, vllm_python=python) as engine:
