@@ -48,7 +48,7 @@ class _TextNames(NamedTuple):
 
     text: str
     part: str
-    index: str
+    part_index: str
 
 
 _TEXT_NAMES = {
@@ -230,12 +230,12 @@ class ResponsesEncoder(Encoder):
     def _text_event(self, opened: _OpenText, suffix: str, logprobs: list[Json], **fields: str) -> bytes:
         names = _TEXT_NAMES[opened.kind]
         extra = {} if opened.kind == "reasoning" else {"logprobs": logprobs}
-        location = {**self._location(opened.id), names.index: 0}
+        location = {**self._location(opened.id), names.part_index: 0}
         return self._event(f"response.{names.text}.{suffix}", **location, **fields, **extra)
 
     def _part_event(self, opened: _OpenText, suffix: str, part: Json) -> bytes:
         names = _TEXT_NAMES[opened.kind]
-        location = {**self._location(opened.id), names.index: 0}
+        location = {**self._location(opened.id), names.part_index: 0}
         return self._event(f"response.{names.part}.{suffix}", **location, part=part)
 
     # Tool calls.
