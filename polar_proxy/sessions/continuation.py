@@ -303,6 +303,7 @@ class PromptBuilder:
                 if error.problem != "history_changed":
                     problem = error
                     continue
+                # The template may open the next answer with a text that past answers do not have.
                 (closed,) = await self._engine.render_texts([front], generation=False)
                 if not front_text.startswith(closed):
                     raise

@@ -260,7 +260,7 @@ class RequestTexts:
     system: str
     first: tuple[str, ...]
     last: str
-    tools: bool
+    has_tools: bool
 
     @classmethod
     def of(cls, messages: Sequence[Message], *, has_tools: bool) -> RequestTexts:
@@ -276,14 +276,14 @@ class RequestTexts:
             system=_ends_of("\n".join(system)),
             first=tuple(first),
             last=_ends_of(text_of(newest)) if newest is not None and newest.role == "user" else "",
-            tools=has_tools,
+            has_tools=has_tools,
         )
 
 
 def match(rules: Iterable[Rule], texts: RequestTexts, metadata: ClientMetadata) -> Rule | None:
     for rule in rules:
         if (
-            (rule.tools is None or rule.tools == texts.tools)
+            (rule.tools is None or rule.tools == texts.has_tools)
             and (rule.request_kind is None or rule.request_kind == metadata.request)
             and (rule.system is None or _finder(rule.system)(texts.system))
             and (rule.first is None or any(map(_finder(rule.first), texts.first)))
