@@ -101,20 +101,19 @@ class GatewayApp:
     async def _serve(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         path = scope["raw_path"].decode("latin-1")
         inside_sandbox = asgi.INSIDE_SANDBOX in scope.get("state", {})
+        refuse = asgi.refuse_upgrade(send) if scope["type"] == "websocket" else send
         if self._hosts is not None and not inside_sandbox:
             foreign = foreign_host(scope["headers"], self._hosts)
             if foreign is not None:
                 error = RequestError(_FOREIGN_HOST.format(foreign), status=403)
-                refuse = asgi.refuse_upgrade(send) if scope["type"] == "websocket" else send
                 await send_error(refuse, error, error_format(path))
                 return
         path_key, path = split_path(path)
         if (intercepted := InterceptedRequest.of_scope(scope, self._sandbox_hosts)) is not None:
-            path_key = intercepted.key or path_key
-            if (served := intercepted.route) is None:
-                await intercepted.answer(asgi.read_headers(scope), send, error_format(intercepted.path))
+            if intercepted.route is None:
+                await intercepted.answer(asgi.read_headers(scope), refuse, error_format(intercepted.path))
                 return
-            path = served
+            path_key, path = intercepted.key or path_key, intercepted.route
             provider_path = (intercepted.host, intercepted.target)
             scope = {**scope, "state": {**scope.get("state", {}), asgi.PROVIDER_PATH: provider_path}}
         if scope["type"] == "websocket":
