@@ -240,8 +240,10 @@ class ServerParts:
     @property
     def infos(self) -> dict[str, EngineInfo]:
         """The engines by model name; the engine of the settings section [engine] comes first."""
-        engines = [served.engine.info for served in reversed(self.router.all)]
-        return dict(reversed({info.model: info for info in engines}.items()))
+        found: dict[str, EngineInfo] = {}
+        for served in self.router.all:
+            found.setdefault(served.engine.info.model, served.engine.info)
+        return found
 
     def info(self, model: str) -> EngineInfo:
         """Return the engine of a model; for an unknown name, the engine of the settings section [engine]."""
