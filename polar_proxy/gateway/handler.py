@@ -372,7 +372,7 @@ class RequestHandler:
                 await _run_to_end(self._announce(self._in_flight, request, calls))
             async with asgi.ClientWatch(receive, buffer.abandoned) as watch:
                 await self._sampler.sample(request, calls, reply)
-            if watch.gone or not await buffer.has_listener():
+            if watch.gone or not await buffer.wait_for_listener():
                 return CallOutcome("client_gone", 499, "the client closed the connection")
             if request.session.ended or await self._ended_elsewhere(request.session, calls):
                 text = "The rollout ended before this call was answered."
