@@ -19,7 +19,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -44,7 +43,7 @@ from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.limits import BodyBudget
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
+from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext
 from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_stream
 from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.responses.background import BackgroundCalls
@@ -52,7 +51,7 @@ from polar_proxy.gateway.responses.conversations import NewItems, StoredConversa
 from polar_proxy.gateway.responses.stored_responses import StoredCalls
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.routing import EngineRouter
-from polar_proxy.gateway.sampling import CallSampler
+from polar_proxy.gateway.sampling import CallSampler, as_sampled
 from polar_proxy.gateway.session_finder import SessionFinder
 from polar_proxy.offload import OffloadThread
 from polar_proxy.prices import PriceTable
@@ -62,7 +61,7 @@ from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.terminal import LogContext
-from polar_proxy.types import ChatRequest, EngineRequest, new_id
+from polar_proxy.types import new_id
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +187,7 @@ class RequestHandler:
         """
         call_id = new_id("call")
         self.stored_calls.keep_warm_up(request.session, call_id, request.parsed.messages[0])
-        sampled = self._as_sampled(request, request.parsed.requests[0])
+        sampled = as_sampled(request, request.parsed.requests[0])
         encoder = request.parsed.encoder(call_id, int(request.started_at), sampled=sampled)
         stream = encoder.warmed_up(Answer(prompt_ids=(), ended_at=time.time()))
         await send_stream(send, stream, request.dialect)
@@ -320,7 +319,7 @@ class RequestHandler:
             call_id = new_id("call")
             hashed = await self._thread.run(request.large, session.hash, engine_request, session.last_conversation)
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
-            engine_request = self._as_sampled(request, engine_request)
+            engine_request = as_sampled(request, engine_request)
             limited = request.raw is None and wants_one_call(engine_request, request.engine.served.engine.info)
             calls.append(
                 PendingCall(
@@ -335,24 +334,6 @@ class RequestHandler:
             )
         session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
         return calls
-
-    def _as_sampled(self, request: RequestContext, engine_request: EngineRequest) -> EngineRequest:
-        """Return the request as it is sampled: with the session's policy, and with the engine's model if the client
-        named none. A request that is passed on to its provider stays as it came."""
-        if request.raw is not None:  # sent as it came
-            return replace(engine_request, raw=request.raw, large=request.large)
-        info = request.engine.served.engine.info
-        hosted = "hosted" in info.capabilities
-        sampled = replace(
-            engine_request,
-            sampling=apply_policy(engine_request.sampling, request.session.policy, hosted=hosted),
-            model=engine_request.model or info.model,
-            large=request.large,
-        )
-        if hosted and isinstance(sampled, ChatRequest):
-            options = request.dialect.client_options(request.parsed.params)
-            return replace(sampled, options=replace(options, betas=request.betas))
-        return sampled
 
     async def _sample(
         self,
