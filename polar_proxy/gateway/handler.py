@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Awaitable, Collection, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
@@ -66,6 +66,12 @@ from polar_proxy.types import new_id
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+AnswerResult = Literal["answered", "failed", "dropped"]
+"""How an attempt to answer a request ended: `answered` completely and without an error, or `failed`.
+
+`dropped`: the engine dropped the connection before the agent got any of the response, so another call may answer the
+request. The dropped call is recorded, because the engine may have sampled.
+"""
 
 
 class RequestHandler:
@@ -144,18 +150,18 @@ class RequestHandler:
                 self._check_provider_tools(parsed)
                 raw = None if read.raw is None else provider_request(scope, dialect, read.raw, parsed.tools)
                 request = RequestContext(
-                    dialect,
-                    session,
-                    path,
-                    parsed,
-                    read_client_metadata(headers, parsed.params),
-                    read_betas(headers),
-                    read.engine,
-                    started_at,
-                    read.large,
-                    read.conversation,
-                    raw,
-                    read.refers,
+                    dialect=dialect,
+                    session=session,
+                    path=path,
+                    parsed=parsed,
+                    metadata=read_client_metadata(headers, parsed.params),
+                    betas=read_betas(headers),
+                    engine=read.engine,
+                    started_at=started_at,
+                    large=read.large,
+                    conversation=read.conversation,
+                    raw=raw,
+                    refers=read.refers,
                 )
                 if parsed.generate:
                     await self._join_or_answer(request, receive, send)
@@ -207,14 +213,13 @@ class RequestHandler:
         """Answer a request that repeats no earlier one. If the engine drops the connection of the call, make a second
         call."""
         buffer = self.retries.open(request)
-        answered = False
+        result: AnswerResult = "failed"
         try:
-            attempt = await self._answer(request, buffer, receive, send, repeatable=not request.parsed.background)
-            if attempt is None:
-                attempt = await self._answer(request, buffer, receive, send, repeatable=False)
-            answered = bool(attempt)
+            result = await self._answer(request, buffer, receive, send, repeatable=not request.parsed.background)
+            if result == "dropped":
+                result = await self._answer(request, buffer, receive, send, repeatable=False)
         finally:
-            self.retries.close(buffer, failed=not answered)
+            self.retries.close(buffer, failed=result != "answered")
 
     async def _answer(
         self,
@@ -223,13 +228,9 @@ class RequestHandler:
         receive: asgi.Receive,
         send: asgi.Send,
         *,
-        repeatable: bool = True,
-    ) -> bool | None:
-        """Place, sample, commit and answer a request. Return whether it was answered completely, without an error.
-
-        With `repeatable`, return None if the engine dropped the connection before the agent got any of the response:
-        another call may then answer the request. The dropped call is recorded, because the engine may have sampled.
-        """
+        repeatable: bool,
+    ) -> AnswerResult:
+        """Place, sample, commit and answer a request. `repeatable`: the result may be `dropped`."""
         session = request.session
         with session.budget.reserve(len(request.parsed.requests), request.started_at) as reservation:
             await self.store_spent(session.session_id, session.budget)
@@ -263,8 +264,8 @@ class RequestHandler:
         send: asgi.Send,
         *,
         repeatable: bool,
-    ) -> bool | None:
-        """Answer a request whose calls are reserved in the session's budget. Returns as `_answer` does."""
+    ) -> AnswerResult:
+        """Answer a request whose calls are reserved in the session's budget. `repeatable`: as in `_answer`."""
         session = request.session
         kind = PassthroughReply if request.raw else BackgroundReply if request.parsed.background else Reply
         reply = kind(buffer.wrap(send), request, calls[0], self._settings)
@@ -277,20 +278,20 @@ class RequestHandler:
             self._provider_turns.remember(session.session_id, calls)
             if outcome.engine_failed and session.record_required and not session.ended:
                 self.failed_requests.keep(session, calls)
-            commit = self.recorder.commit(request, calls, outcome, reservation, seen=reply.started)
+            commit = self.recorder.commit(request, calls, outcome, reservation, reply_started=reply.started)
             unrecorded = await _run_to_end(commit)
             # Without its record, the call would be missing in the conversation that it continues.
             if unrecorded is not None and (session.record_required or request.conversation is not None):
                 self._metrics.refused.labels(503).inc()
                 await reply.fail(self._monitor.refusal())
-                return False
+                return "failed"
             if outcome.status == "ok":
                 await reply.finish([call.agents_answer for call in calls])
-            elif repeatable and isinstance(outcome.reply, EngineDroppedError) and not reply.started:
-                return None
-            elif outcome.reply is not None:
-                await reply.fail(outcome.reply)
-            return outcome.status == "ok"
+                return "answered"
+            if repeatable and isinstance(outcome.error_to_send, EngineDroppedError) and not reply.started:
+                return "dropped"
+            if outcome.error_to_send is not None:
+                await reply.fail(outcome.error_to_send)
         except (SessionClosedError, BudgetSpentError) as error:  # by other gateways, before a call began
             for call in calls:
                 session.withdraw(call.call_id)
@@ -306,7 +307,7 @@ class RequestHandler:
             self.background.end(calls[0].call_id)
             session.end(len(calls))
             self._metrics.in_flight.dec(len(calls))
-        return False
+        return "failed"
 
     async def _place(self, request: RequestContext, size: int, final_answer: str | None) -> list[PendingCall]:
         """Decide how each call of a request relates to earlier calls.

@@ -133,13 +133,14 @@ class PendingCall:
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """How the calls of a request ended, and the error to send to the agent."""
+    """How the calls of a request ended."""
 
     status: CallStatus
     http_status: int
     error: str | None = None
-    reply: RequestError | EngineError | None = None
-    """The error to send; None if the agent gets the answer, or has disconnected."""
+    """The text of the error, for the record."""
+    error_to_send: RequestError | EngineError | None = None
+    """The error for the agent; None if the agent gets the answer, or has disconnected."""
 
     @property
     def engine_failed(self) -> bool:
@@ -176,7 +177,7 @@ class CallRecorder:
         outcome: CallOutcome,
         reservation: Reservation,
         *,
-        seen: bool,
+        reply_started: bool,
     ) -> StoreError | None:
         """Commit the calls with their answers so far. Return why a call could not be recorded; None if all were.
 
@@ -185,12 +186,14 @@ class CallRecorder:
 
         A call that cannot be recorded counts as lost, so that its session is not trained on. The only exception is a
         request that can still be refused as if nothing had been sampled. Such a request has one call, the session's
-        calls must be recorded, the agent has no part of the answer yet (`seen` is False), and the commit has certainly
-        failed.
+        calls must be recorded, the agent has no part of the answer yet (`reply_started` is False), and the commit has
+        certainly failed.
         """
         failure: StoreError | None = None
         ended_at = time.time()
         session, version = request.session, await self._weight_version(calls[0])
+        # A request with several calls is refused as a whole, although some of them are recorded.
+        refusable = session.record_required and not reply_started and len(calls) == 1
         for call in calls:
             answers = [choice.message for _, choice in call.agents_answer.in_order]
             fingerprint = session.record_answer(call.lineage, answers, outcome.status, now=ended_at)
@@ -207,9 +210,8 @@ class CallRecorder:
             except StoreError as error:
                 failure = error
                 session.forget(record)
-                # A request with several calls is refused as a whole, although some of them are recorded.
-                partly = len(calls) > 1 or isinstance(error, StoreUncertainError)
-                self._count_unrecorded(session, record, error, lost=seen or partly or not session.record_required)
+                lost = not refusable or isinstance(error, StoreUncertainError)
+                self._count_unrecorded(session, record, error, lost=lost)
             else:
                 session.recorded += 1
                 session.refusal = None
@@ -356,10 +358,10 @@ def _choices_of(call: PendingCall, weight_version: str | None) -> tuple[Choice, 
 def _sampling_marks(request: RequestContext, call: PendingCall, engine: EngineInfo) -> Json:
     """Return facts about the call that are recorded among the sampling parameters, such as `not_carried`."""
     marks: Json = {}
-    if call.plan.constrained:
-        marks["constrained"] = True
     if call.plan.past_reasoning is not None:  # the setting had an effect on the prompt
         marks["past_reasoning"] = call.plan.past_reasoning
+    if call.plan.constrained:
+        marks["constrained"] = True
     if call.limit is not None and call.limit.hides_tokens:
         marks["hidden_call"] = True
     if names := request.parsed.provider_tools:
