@@ -273,7 +273,7 @@ class Gateway:
         return partial(
             LimitedHttpProtocol,
             limits=self.settings.limits,
-            body_bytes=self.settings.max_body_mb << 20,
+            max_body_bytes=self.settings.max_body_mb << 20,
             connections=connections,
             error_format=error_format,
         )
