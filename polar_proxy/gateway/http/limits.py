@@ -62,8 +62,8 @@ class BodyReservation:
     session_id: str
     task: asyncio.Task[Any] | None = None
     size: int = 0
-    reading: bool = True
-    """True while the body is still being read. Only in this time can the request be refused to make room for others."""
+    refusable: bool = True
+    """True until the body begins to be parsed. Only in this time can it be refused to make room for others."""
     refused: bool = False
 
     def take(self, size: int) -> None:
@@ -128,7 +128,7 @@ class BodyBudget:
         for largest in sorted(self._reservations, key=lambda one: one.size, reverse=True):
             if missing <= 0 or largest.size <= wanting.size + size:
                 break
-            if largest.reading and largest.task is not None and largest is not wanting:
+            if largest.refusable and largest.task is not None and largest is not wanting:
                 missing -= largest.size
                 if not largest.refused:
                     largest.refused = True
