@@ -82,10 +82,10 @@ class GatewayApp:
         self._handler = handler
         self._sandbox_hosts = sandbox_hosts
         self._stored_responses = StoredResponseRoutes(
-            handler.stored_calls, handler.background, handler.find_session, handler.forwarder
+            handler.stored_calls, handler.background, handler.session_finder, handler.forwarder
         )
         self._conversations = ConversationRoutes(
-            handler.conversations, handler.find_session, handler.read_items, handler.forwarder
+            handler.conversations, handler.session_finder, handler.read_items, handler.forwarder
         )
         self._rest = rest
         self._hosts = hosts

@@ -48,7 +48,7 @@ from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_s
 from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.responses.background import BackgroundCalls
 from polar_proxy.gateway.responses.conversations import NewItems, StoredConversations
-from polar_proxy.gateway.responses.stored_responses import StoredCalls
+from polar_proxy.gateway.responses.stored_calls import StoredCalls
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.routing import EngineRouter
 from polar_proxy.gateway.sampling import CallSampler, as_sampled
@@ -91,7 +91,6 @@ class RequestHandler:
         `in_flight` announces calls to the other gateways of the database; None if this is the only gateway.
         """
         self._store = store
-        self._sessions = sessions
         self._settings = settings
         self._metrics = metrics
         self._in_flight = in_flight
@@ -116,10 +115,10 @@ class RequestHandler:
             self._thread,
             self.stored_calls,
             self.conversations,
-            ProviderHistories(store, monitor, self.stored_calls.read, self.stored_calls.known_answers),
+            ProviderHistories(store, monitor, self.stored_calls),
             monitor,
         )
-        self.find_session = SessionFinder(sessions, monitor, settings).find
+        self.session_finder = SessionFinder(sessions, monitor, settings)
 
     async def handle(
         self,
@@ -139,7 +138,7 @@ class RequestHandler:
         started_at = time.time()
         try:
             headers = asgi.read_headers(scope)
-            session = await self.find_session(headers, path_key, scope)
+            session = await self.session_finder.find(headers, path_key, scope)
             with (
                 LogContext(session_id=session.session_id, rollout_id=session.rollout_id),
                 session.in_request(),
@@ -413,7 +412,7 @@ class RequestHandler:
     ) -> None:
         """Answer a request for the number of tokens of a prompt. Such a request is not recorded."""
         try:
-            session = await self.find_session(asgi.read_headers(scope), path_key, scope)
+            session = await self.session_finder.find(asgi.read_headers(scope), path_key, scope)
             with self.bodies.reserve(session.session_id) as reservation:
                 engine, request = await self._reader.read_count(dialect, receive, session, reservation)
                 if isinstance(request, bytes):

@@ -22,7 +22,7 @@ from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.limits import BodyReservation
 from polar_proxy.gateway.recording import ContinuedConversation
 from polar_proxy.gateway.responses.conversations import NewItems, StoredConversations
-from polar_proxy.gateway.responses.stored_responses import StoredCalls
+from polar_proxy.gateway.responses.stored_calls import StoredCalls
 from polar_proxy.gateway.routing import EngineChoice, EngineRouter
 from polar_proxy.offload import OffloadThread
 from polar_proxy.sessions.state import SessionState

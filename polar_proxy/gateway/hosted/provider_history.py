@@ -28,6 +28,7 @@ from polar_proxy.dialects.openai_responses.items import item_id, response_id
 from polar_proxy.dialects.openai_responses.references import write_out_references
 from polar_proxy.errors import RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.responses.stored_calls import StoredCalls
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.store.json_codec import clean_text
@@ -36,11 +37,6 @@ from polar_proxy.types import ANSWERED, CallRecord, ConversationItem, Json
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ReadCalls = Callable[[SessionState, Collection[str]], Awaitable[list[CallRecord]]]
-"""Returns those of the given calls that the session recorded. Raises StoreError, and RequestError if the calls are too
-large."""
-KnownAnswers = Callable[[SessionState, Collection[str]], Awaitable[dict[str, ReferencedCall]]]
-"""Returns the answers of the given calls of the session, as far as they are in memory. Raises StoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +101,10 @@ class ProviderHistory:
 class ProviderHistories:
     """Finds the history of requests that are passed on."""
 
-    def __init__(self, store: Store, monitor: StoreMonitor, read_calls: ReadCalls, known_answers: KnownAnswers) -> None:
+    def __init__(self, store: Store, monitor: StoreMonitor, stored_calls: StoredCalls) -> None:
         self._store = store
         self._monitor = monitor
-        self._read_calls = read_calls
-        self._known_answers = known_answers
+        self._stored_calls = stored_calls
 
     async def find(self, session: SessionState, given: ProviderReferences) -> ProviderHistory:
         if not given:
@@ -131,9 +126,9 @@ class ProviderHistories:
         items = await self._own_ids(session_id, given.items)
         continued = {previous} if previous else set()
         answers = {call_id for call_id, _ in items.values()} - continued
-        known = await self._known_answers(session, answers)
-        wanted = (continued | answers) - known.keys()
-        read = {call.call_id: call for call in await self._read_calls(session, wanted) if _is_read(call)}
+        known = await self._stored_calls.known_answers(session, answers)
+        unread = (continued | answers) - known.keys()
+        read = {call.call_id: call for call in await self._stored_calls.read(session, unread) if _is_read(call)}
         for call_id in read.keys() & answers:
             session.remember_referable(read[call_id])
         before = read.get(previous or "")

@@ -66,7 +66,8 @@ class ResponsesWebSocket:
 
     async def serve(self, receive: asgi.Receive) -> None:
         try:
-            session = await self._handler.find_session(asgi.read_headers(self._scope), self._path_key, self._scope)
+            headers = asgi.read_headers(self._scope)
+            session = await self._handler.session_finder.find(headers, self._path_key, self._scope)
         except RequestError as error:
             await send_error(asgi.refuse_upgrade(self._send), error, _DIALECT)
             return
@@ -151,8 +152,6 @@ class ResponsesWebSocket:
         else:
             await self._refuse(error)
             self.gone.set()
-        else:
-            self._requests.put_nowait(None)
 
     async def send(self, message: Any) -> None:
         try:
