@@ -213,12 +213,8 @@ class SpanFactory:
         attributes: Json = {**_rollout_ids(row), "polar.stage": stage.stage, "polar.attempt": stage.attempt}
         if stage.stage == "running" and session_id is not None:
             name, identity = f"invoke_agent {_agent_name(row)}", session_id  # the parent of the session's calls
-            attributes |= {
-                "gen_ai.operation.name": "invoke_agent",
-                "gen_ai.agent.name": _agent_name(row),
-                "gen_ai.conversation.id": session_id,
-                "gen_ai.provider.name": "polar",
-            }
+            attributes |= {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": _agent_name(row)}
+            attributes |= {"gen_ai.conversation.id": session_id, "gen_ai.provider.name": "polar"}
         return self._span(
             name,
             _context(row.rollout_id, identity),
