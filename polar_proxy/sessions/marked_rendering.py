@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from polar_proxy.sequences import equal_start
+from polar_proxy.sequences import first_difference
 from polar_proxy.types import Message, ToolCall
 
 
@@ -310,7 +310,7 @@ def _essential(text: str) -> str:
 
 
 def _first_difference(one: str, two: str) -> str:
-    place = equal_start(one, two)
+    place = first_difference(one, two)
     return f"{one[place : place + 40]!r} is now {two[place : place + 40]!r}"
 
 
