@@ -90,7 +90,6 @@ class FakeLlama(FakeServer):
     """Seconds before each token."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._template = FakeVllm(limits=self.limits)
         self._planned: list[int] = []
         """Token ids of the latest scripted answer, after those of its prompt."""

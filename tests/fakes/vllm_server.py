@@ -127,11 +127,8 @@ class FakeVllm(FakeServer):
     """The text of `/metrics`."""
     folder: str | None = None
     """The folder that the server names as its model's. `vllm_folder.py` writes such a folder."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.peers: set[object] = set()
-        """Addresses of the connections that were used."""
+    peers: set[object] = field(default_factory=set, init=False)
+    """Addresses of the connections that were used."""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         self.peers.add(request.get_extra_info("peername"))
