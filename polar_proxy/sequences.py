@@ -121,14 +121,15 @@ def find_choice(call: CallRecord, index: int) -> Choice | None:
 
 @dataclass(frozen=True, slots=True)
 class TracePath:
-    """All tokens from the root trace to the end of a trace: `token_ids` int32 [n], `loss_mask` uint8 [n], `logprobs`
-    float32 [n]."""
+    """All tokens from the root trace to the end of a trace."""
 
     token_ids: TokenIds
+    """int32 [n]."""
     loss_mask: LossMask
+    """uint8 [n]."""
     logprobs: Logprobs
     """float32 [n], NaN where the mask is 0."""
-    own: int
+    own_start: int
     """Index of the first token that belongs to this trace. Earlier tokens are trained with the parents' traces."""
 
 
@@ -248,10 +249,11 @@ def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
     return size
 
 
-def equal_start(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the common prefix of two texts or two lists. For arrays, use `common_prefix_length`."""
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the index at which two texts or two lists first differ: the length of their common prefix. For arrays, use
+    `common_prefix_length`."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def begins_with(whole: TokenIds, start: TokenIds) -> bool:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from polar_proxy import __version__
 from polar_proxy.config import TelemetrySettings
 from polar_proxy.errors import RequestError, StoreError, UsageError
+from polar_proxy.message_text import content_text
 from polar_proxy.store import RewardRow, RolloutRow, Store
 from polar_proxy.store.repositories.rollouts import StageRow
 from polar_proxy.types import FAILED, CallRecord, Json, Message
@@ -351,11 +352,13 @@ def _messages_json(messages: Sequence[Message]) -> str:
 
 
 def _parts(message: Message) -> list[Json]:
-    content = message.content if isinstance(message.content, list) else [{"type": "text", "text": message.content}]
-    texts = [str(part.get("text") or f"[{part.get('type')}]")[:_LONGEST_TEXT] for part in content]
+    content = (
+        message.content if isinstance(message.content, list) else [{"type": "text", "text": message.content or ""}]
+    )
+    texts = [content_text([part])[:_LONGEST_TEXT] for part in content]
     if message.tool_call_id is not None:
         return [{"type": "tool_call_response", "id": message.tool_call_id, "response": "\n".join(texts)}]
-    parts: list[Json] = [{"type": "text", "content": text} for text in texts if message.content]
+    parts: list[Json] = [{"type": "text", "content": text} for text in texts if text]
     if message.reasoning:
         parts.insert(0, {"type": "reasoning", "content": message.reasoning[:_LONGEST_TEXT]})
     return parts + [

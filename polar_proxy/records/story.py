@@ -13,6 +13,7 @@ from polar_proxy.dialects import parse_recorded
 from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.errors import RequestError
 from polar_proxy.message_text import content_text
+from polar_proxy.records import convert
 from polar_proxy.sessions.lineage_reasons import reason_of
 from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.types import CallRecord, Choice, Message, TextRequest
@@ -39,8 +40,9 @@ def session_calls(
         new = [] if call is None else reader.read(call)
         choices = () if call is None else call.choices
         found.append(
-            m.SessionCall(
-                **{name: getattr(row, name) for name in m.SessionCall.model_fields if hasattr(row, name)},
+            convert(
+                m.SessionCall,
+                row,
                 reason=reason_of(row.rule),
                 new_messages=new,
                 answer=_story_message(choices[0].message, {}) if choices else None,

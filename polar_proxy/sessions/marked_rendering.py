@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from polar_proxy.sequences import equal_start
+from polar_proxy.sequences import first_difference
 from polar_proxy.sessions.hashing import turn_start
 from polar_proxy.types import Message, ToolCall
 
@@ -288,10 +288,10 @@ def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker
         if index == last and opening:
             tail = tail.removesuffix(opening)
         if marked != marked_now:
-            raise RenderingError("history_changed", _first_difference(marked, marked_now))
+            raise RenderingError("history_changed", _describe_difference(marked, marked_now))
         one, two = _essential(tail), _essential(tail_now)
         if not (two.startswith(one) or (index < last and one.startswith(two))):
-            raise RenderingError("history_changed", _first_difference(one, two))
+            raise RenderingError("history_changed", _describe_difference(one, two))
 
 
 def _parts(fixed: str, marker: Marker) -> tuple[str, str]:
@@ -306,8 +306,8 @@ def _essential(text: str) -> str:
     return text
 
 
-def _first_difference(one: str, two: str) -> str:
-    start = equal_start(one, two)
+def _describe_difference(one: str, two: str) -> str:
+    start = first_difference(one, two)
     return f"{one[start : start + 40]!r} is now {two[start : start + 40]!r}"
 
 

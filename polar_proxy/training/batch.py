@@ -289,7 +289,8 @@ def _make_sequences(
         whole = trace_path(trace, by_id)
         trained = whole.loss_mask.astype(bool)
         observed = ~trained & (np.cumsum(trained) > 0)
-        trained[: whole.own] = observed[: whole.own] = False  # the prefix is trained with the trace it belongs to
+        # The prefix is trained with the trace that it belongs to.
+        trained[: whole.own_start] = observed[: whole.own_start] = False
         temperatures, versions = _sampling_of_tokens(trace, len(trained))
         sequence = TrainingSequence(
             trace_id=trace.trace_id,

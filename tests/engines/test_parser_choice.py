@@ -73,7 +73,7 @@ class ScriptedParsers(ParserProcess):
 
 
 async def chosen(process: ParserProcess, given: Parsers | None = None) -> Parsers:
-    async with FakeVllm(limits=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
+    async with FakeVllm(quirks=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
         proofs = ParserProofs(engine.client, end_of_turn=END, tools=True, process=process, parsers=given)
         return (await proofs.prove({})).parsers
 
@@ -125,7 +125,7 @@ async def test_the_server_is_asked_as_long_as_its_answers_rule_out_parsers() -> 
 
 async def test_no_parsers_are_chosen_if_no_call_in_the_models_form_was_sampled() -> None:
     """All of them may read the texts without calls alike."""
-    async with FakeVllm(limits=frozenset({"other_form", "no_choice"})) as fake, VllmEngine(fake.url) as engine:
+    async with FakeVllm(quirks=frozenset({"other_form", "no_choice"})) as fake, VllmEngine(fake.url) as engine:
         process = ScriptedParsers(telling=TELLING)
         with pytest.raises(CannotContinueError, match=r"made to sample a tool call.*engine\.vllm_parsers"):
             await ParserProofs(engine.client, end_of_turn=END, tools=True, process=process).prove({})
@@ -135,8 +135,8 @@ async def test_no_parsers_are_chosen_if_no_call_in_the_models_form_was_sampled()
 
 async def test_parsers_are_chosen_by_the_calls_of_the_servers_own_grammar() -> None:
     """vLLM's parser for GLM 4.7 replaces a given grammar by one for tool calls."""
-    limits = frozenset({"other_form", "own_grammar"})
-    async with FakeVllm(limits=limits) as fake, VllmEngine(fake.url) as engine:
+    quirks = frozenset({"other_form", "own_grammar"})
+    async with FakeVllm(quirks=quirks) as fake, VllmEngine(fake.url) as engine:
         process = ScriptedParsers(telling=TELLING)
         process.pairs = (RIGHT,)
         assert (
@@ -144,17 +144,17 @@ async def test_parsers_are_chosen_by_the_calls_of_the_servers_own_grammar() -> N
         ).parsers == RIGHT
 
 
-@pytest.mark.parametrize("limit", ["own_grammar", "free_with_tools", "no_choice", "reasons_first"])
-async def test_answers_under_the_servers_own_grammar_count_as_constrained_if_its_parser_is_unknown(limit: str) -> None:
-    limits = frozenset({"other_form", limit})
-    async with FakeVllm(limits=limits) as fake, VllmEngine(fake.url) as engine:
+@pytest.mark.parametrize("quirk", ["own_grammar", "free_with_tools", "no_choice", "reasons_first"])
+async def test_answers_under_the_servers_own_grammar_count_as_constrained_if_its_parser_is_unknown(quirk: str) -> None:
+    quirks = frozenset({"other_form", quirk})
+    async with FakeVllm(quirks=quirks) as fake, VllmEngine(fake.url) as engine:
         proofs = ParserProofs(engine.client, end_of_turn=END, tools=True)
         with pytest.raises(CannotContinueError, match="vLLM's package was not found"):
             await proofs.prove({})
         asked = ChatRequest("", (), tools=(TOOL,))
         assert engine.continue_problem is not None
-        assert await proofs.constrains(asked) == (limit == "own_grammar"), "it samples a call in place of a given text"
-        assert await engine.constrains(asked) == (limit in ("own_grammar", "free_with_tools"))
+        assert await proofs.constrains(asked) == (quirk == "own_grammar"), "it samples a call in place of a given text"
+        assert await engine.constrains(asked) == (quirk in ("own_grammar", "free_with_tools"))
         assert not await engine.constrains(replace(asked, tools=()))
 
 
@@ -165,7 +165,7 @@ async def test_given_parsers_are_not_compared_with_others() -> None:
 
 
 async def test_knows_whether_the_chat_route_samples_under_a_grammar_of_the_parser() -> None:
-    async with FakeVllm(limits=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
+    async with FakeVllm(quirks=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
         proofs = ParserProofs(engine.client, end_of_turn=END, tools=True, process=ScriptedParsers(telling=TELLING))
         asked = ChatRequest("", (), tools=(TOOL,))
         assert not await proofs.constrains(asked), "the parser is not known yet"
@@ -179,7 +179,7 @@ async def test_knows_whether_the_chat_route_samples_under_a_grammar_of_the_parse
 @pytest.mark.parametrize(("with_grammar", "enforced"), [(RIGHT, True), (None, False)])
 async def test_knows_whether_a_demanded_call_is_enforced(with_grammar: Parsers | None, enforced: bool) -> None:
     """vLLM's parser for Gemma 4 has no grammar, so the model may answer without the call that was demanded."""
-    async with FakeVllm(limits=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
+    async with FakeVllm(quirks=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
         process = ScriptedParsers(telling=TELLING)
         process.with_grammar = with_grammar
         process.pairs = (RIGHT,)

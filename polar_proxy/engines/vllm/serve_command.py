@@ -18,7 +18,7 @@ from polar_proxy.engines.vllm.answer_parser import parser_request
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers, find_vllm_python
 from polar_proxy.engines.vllm.target_answers import ARGUMENTS, CONTENT, REASONING, TOOL, USER, after_call, call_turn
 from polar_proxy.errors import EngineError, RequestError, UsageError
-from polar_proxy.sequences import equal_start
+from polar_proxy.sequences import first_difference
 from polar_proxy.types import ChatRequest, Json, Message
 
 
@@ -112,7 +112,7 @@ class _Template:
     def _answer(self, messages: list[Json], prompt: list[int], turn: Json) -> list[int]:
         """Return the ids of an answer, with the token that ends it. Raises RequestError if the template refuses it."""
         whole = self._ids([*messages, turn])
-        start = equal_start(prompt, whole)
+        start = first_difference(prompt, whole)
         end = next((place for place in range(start, len(whole)) if whole[place] in self._files.stop_ids), None)
         if end is None:
             text = (

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from polar_proxy.engines.vllm.client import VllmClient, unless_refused
-from polar_proxy.sequences import equal_start
+from polar_proxy.sequences import first_difference
 from polar_proxy.types import Json
 
 USER: list[Json] = [{"role": "user", "content": "Count to three."}]
@@ -108,7 +108,7 @@ async def template_answers(render: Render, user: list[Json], end_of_turn: int) -
         whole = await unless_refused(render([*user, call_turn(arguments, content)], False))
         if whole is None:
             continue
-        ids = whole[equal_start(opened, whole) :]
+        ids = whole[first_difference(opened, whole) :]
         ids = ids[: ids.index(end_of_turn)] if end_of_turn in ids else ids
         out.append(TargetAnswer(name, tuple(ids), contains_call=True))
     if out:
@@ -128,7 +128,7 @@ async def find_end_of_reasoning(client: VllmClient, render: Render, user: list[J
         plain = await unless_refused(render([*user, answer], False))
         if whole is None or plain is None:
             continue
-        call = 0 if answer["content"] else equal_start(whole[::-1], plain[::-1])
+        call = 0 if answer["content"] else first_difference(whole[::-1], plain[::-1])
         _, found, after = (await client.decode(whole[: len(whole) - call])).rpartition(REASONING)
         tag = after.partition(CONTENT)[0].strip()
         ids = await client.encode(tag) if found and tag else []
