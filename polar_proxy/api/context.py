@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
@@ -33,6 +32,7 @@ from polar_proxy.store.database import UnstorableValueError
 from polar_proxy.store.repositories.names import UnknownNameError
 from polar_proxy.store.repositories.training import MissingLinesError
 from polar_proxy.store.service.feed import LeaseExpiredError
+from polar_proxy.temporary import replace_file
 
 T = TypeVar("T")
 
@@ -302,13 +302,9 @@ async def local_admin_key(store: Store, home: Path) -> Path:
 
 def write_private(path: Path, text: str) -> None:
     """Write a file atomically, so that only its owner can read it. Raises UsageError if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as file:
-            file.write(text + "\n")
-        temporary.replace(path)
+        replace_file(path, f"{text}\n".encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
 

@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.serialization import pkcs12
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from polar_proxy.errors import UsageError
+from polar_proxy.temporary import replace_file
 
 JAVA_PASSWORD = "changeit"
 """Password of the trust store for Java, the same as that of Java's default trust store. The store holds no secret."""
@@ -127,8 +128,8 @@ def _make(authority: CertificateAuthority) -> None:
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
     certificate = builder.add_extension(usage, True).sign(key, hashes.SHA256())
     pem = certificate.public_bytes(serialization.Encoding.PEM)
-    _replace(authority.key_and_certificate, _private_pem(key) + pem, 0o600)
-    _replace(authority.certificate, pem, 0o644)
+    replace_file(authority.key_and_certificate, _private_pem(key) + pem, 0o600)
+    replace_file(authority.certificate, pem, 0o644)
 
 
 def _builder(
@@ -155,8 +156,8 @@ def _write_trust_files(authority: CertificateAuthority) -> None:
         return
     trusted = [pkcs12.PKCS12Certificate(one, b"polar-%d" % number) for number, one in enumerate(_readable(pem))]
     store = pkcs12.serialize_java_truststore(trusted, serialization.BestAvailableEncryption(JAVA_PASSWORD.encode()))
-    _replace(authority.bundle, pem, 0o644)
-    _replace(authority.java_store, store, 0o644)
+    replace_file(authority.bundle, pem, 0o644)
+    replace_file(authority.java_store, store, 0o644)
 
 
 def _readable(pem: bytes) -> list[x509.Certificate]:
@@ -186,12 +187,3 @@ def _system_bundle(own_folder: Path) -> Path:
 def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     encryption = serialization.NoEncryption()
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, encryption)
-
-
-def _replace(path: Path, data: bytes, mode: int) -> None:
-    """Write a file atomically, by way of a temporary file that only its owner can read."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent)  # mode 600
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    os.chmod(name, mode)
-    os.replace(name, path)

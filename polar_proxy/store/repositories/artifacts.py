@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.secrets import bytes_without_secrets, clean_label, json_without_secrets, log_without_secrets
+from polar_proxy.temporary import replace_file
 from polar_proxy.types import Json, new_id
 
 _w = schema.rewards.c
@@ -187,15 +187,7 @@ def write_artifact(folder: Path, data: bytes) -> str:
             os.utime(path)  # makes the file young: `polar db prune` does not remove young files
             return sha256
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Written to another file and renamed, so that a file with this name is always complete.
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink()
-            raise
+        replace_file(path, data)
     except OSError as error:
         raise StoreError(f"An artifact cannot be written below {folder}: {error.strerror}") from error
     return sha256
