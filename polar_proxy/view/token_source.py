@@ -86,6 +86,10 @@ class TokenSources:
             known = self._sequences[call_id] = await asyncio.to_thread(_read_call, call)
         return known
 
+    def forget(self, record_id: str) -> None:
+        """Read this trace or call again at the next request."""
+        self._sequences.pop(record_id, None)
+
     async def chunk(self, context: ApiContext, sequence: TokenSequence, start: int) -> Json:
         """Return the tokens from `start` on, at most CHUNK: ids, log-probabilities (null: not sampled) and texts."""
         ids = sequence.token_ids[start : start + CHUNK]

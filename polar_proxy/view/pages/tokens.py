@@ -27,6 +27,7 @@ def _add_sequence(
 ) -> None:
     @pages.get(path)
     async def page(request: Request, record_id: str) -> Response:
+        view.tokens.forget(record_id)  # grade, reward and advantage may have changed
         sequence = await read(view.store, record_id)
         problem = view.engine_values.problem(sequence)
         return await view.page(request, "tokens.html", sequence=sequence, values_problem=problem)
