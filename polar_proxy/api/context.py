@@ -105,8 +105,7 @@ async def _context_of(request: Request) -> ApiContext:
 
 
 async def _store_of(request: Request) -> Store:
-    context: ApiContext = request.app.state.api_context
-    return context.store
+    return (await _context_of(request)).store
 
 
 Context = Annotated[ApiContext, Depends(_context_of)]

@@ -218,7 +218,9 @@ def node(
     run_async(_join_cluster(ray_address, sandboxes, scoring, ray_options or []))
 
 
-async def _join_cluster(address: str, sandboxes: int | None, scoring: int | None, options: list[str]) -> None:
+async def _join_cluster(
+    address: str, sandboxes: int | None, scoring: int | None, ray_options: list[str]
+) -> None:
     from polar_proxy.rollouts.admission import free_memory_mb
     from polar_proxy.rollouts.cluster import SANDBOX_RESOURCE, SCORING_RESOURCE, agent_capacity
     from sandboxes import orphans
@@ -234,7 +236,7 @@ async def _join_cluster(address: str, sandboxes: int | None, scoring: int | None
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
         *("--address", address),
         *("--resources", json.dumps({SANDBOX_RESOURCE: capacity, SCORING_RESOURCE: scoring or cpus})),
-        *options,
+        *ray_options,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=sys.stderr,
         start_new_session=True,

@@ -407,14 +407,12 @@ def _open_file(file: str) -> Iterator[BinaryIO]:
     if not file or path.is_dir():
         raise UsageError(f"Cannot write {file!r}: --out must name a file, not a folder.")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    replaces = path.is_file() or not path.exists()  # /dev/null or a named pipe is written to, never replaced
     try:
-        if path.exists() and not path.is_file():  # /dev/null or a named pipe: write to it, never replace it
-            with path.open("wb") as target:
-                yield target
-            return
-        with unfinished.open("wb") as target:
+        with (unfinished if replaces else path).open("wb") as target:
             yield target
-        unfinished.replace(path)
+        if replaces:
+            unfinished.replace(path)
     except OSError as error:
         raise UsageError(f"Cannot write {file}: {error.strerror}.") from error
     finally:

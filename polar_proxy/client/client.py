@@ -57,14 +57,12 @@ class Client(ApiMethods):
         """Send one request, with retries, and return its parsed response."""
         budget = RetryBudget(self._tries, call.idempotent)
         while True:
-            pause: float | None
             try:
                 response = self._http.send(call.request(self._http))
-                pause = budget.pause_after_response(response)
+                if (pause := budget.pause_after_response(response)) is None:
+                    return call.read(response.content)
             except httpx.TransportError as error:
                 pause = budget.pause_after_error(error)
-            if pause is None:
-                return call.read(response.content)
             time.sleep(pause)
 
     def stream(self, stream: ApiStream[T]) -> Iterator[T]:
@@ -117,14 +115,12 @@ class AsyncClient(ApiMethods):
     async def send(self, call: ApiCall[T]) -> T:
         budget = RetryBudget(self._tries, call.idempotent)
         while True:
-            pause: float | None
             try:
                 response = await self._http.send(call.request(self._http))
-                pause = budget.pause_after_response(response)
+                if (pause := budget.pause_after_response(response)) is None:
+                    return call.read(response.content)
             except httpx.TransportError as error:
                 pause = budget.pause_after_error(error)
-            if pause is None:
-                return call.read(response.content)
             await asyncio.sleep(pause)
 
     async def stream(self, stream: ApiStream[T]) -> AsyncIterator[T]:

@@ -72,7 +72,8 @@ class GatewayAddon:
             self._report("untrusted", host, reason="it closed the connection before its first request")
 
     def http_connect(self, flow: http.HTTPFlow) -> None:
-        self._check_other_host(flow)
+        if self._paths_of(flow.request.host) is None:
+            self._report_or_refuse(flow)
 
     def tls_clienthello(self, data: tls.ClientHelloData) -> None:
         host = _requested_host(data.client_hello.sni, data.context)
@@ -89,7 +90,7 @@ class GatewayAddon:
         host = request.host.lower()
         paths = self._paths_of(host)
         if paths is None:
-            self._check_other_host(flow)
+            self._report_or_refuse(flow)
             return
         self._requested.add(host)
         path, _, query = request.path.partition("?")
@@ -120,11 +121,9 @@ class GatewayAddon:
         """Return the pattern of the paths of `host` that go to the gateway; None if `host` is not a model host."""
         return next((paths for names, paths in self._model_hosts if names.fullmatch(host.lower())), None)
 
-    def _check_other_host(self, flow: http.HTTPFlow) -> None:
-        """If the request is for a host without models, report it, and refuse it if the setting `others` is `refuse`."""
+    def _report_or_refuse(self, flow: http.HTTPFlow) -> None:
+        """Report a request for a host without models, and refuse it if the setting `others` is `refuse`."""
         host = flow.request.host
-        if self._paths_of(host) is not None:
-            return
         if self._others == "refuse":
             self._report("refused", host)
             flow.response = http.Response.make(403, f"polar intercept refuses {host}: it is not a model host.\n")
