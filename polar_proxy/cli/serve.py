@@ -218,9 +218,7 @@ def node(
     run_async(_join_cluster(ray_address, sandboxes, scoring, ray_options or []))
 
 
-async def _join_cluster(
-    address: str, sandboxes: int | None, scoring: int | None, ray_options: list[str]
-) -> None:
+async def _join_cluster(address: str, sandboxes: int | None, scoring: int | None, ray_options: list[str]) -> None:
     from polar_proxy.rollouts.admission import free_memory_mb
     from polar_proxy.rollouts.cluster import SANDBOX_RESOURCE, SCORING_RESOURCE, agent_capacity
     from sandboxes import orphans
