@@ -57,7 +57,7 @@ coverage: setup
 
 # With real vLLM, harness programs, Docker and PostgreSQL; scripts/with_services.sh installs, starts and stops them.
 test-full: setup
-	scripts/with_services.sh $(BIN)/pytest -q --processes 2 --durations=25 -m 'full and not by_command'
+	scripts/with_services.sh $(BIN)/pytest -q --processes 3 --durations=25 -m 'full and not by_command'
 
 # OpenHands, aider, terminus-2 and Mistral Vibe: installing takes 4 to 10 minutes, and three of them need Python 3.12.
 test-harnesses: setup
