@@ -1,8 +1,5 @@
-"""Temporary folders, and files that are replaced by way of a temporary file.
-
-The name of a folder contains the id of the process that made it, so that another process finds the folders of a killed
-process.
-"""
+"""Temporary folders. The name of a folder contains the id of the process that made it, so that another process finds
+the folders of a killed process."""
 
 from __future__ import annotations
 
@@ -43,19 +40,6 @@ def left_folders(parent: Path | None = None) -> list[Path]:
             if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and not _is_alive(int(named[1])):
                 found.append(Path(entry.path))
     return found
-
-
-def replace_file(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a file by way of a temporary file that only this user can read, so that `path` is never incomplete."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 600
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
 
 
 def _is_alive(pid: int) -> bool:

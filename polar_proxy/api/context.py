@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Send
 
 from polar_proxy.api_models import API_PREFIX, ErrorResponse, Role
+from polar_proxy.atomic_file import replace_file
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import ApiError, PolarError, UsageError
@@ -32,7 +33,6 @@ from polar_proxy.store.database import UnstorableValueError
 from polar_proxy.store.repositories.names import UnknownNameError
 from polar_proxy.store.repositories.training import MissingLinesError
 from polar_proxy.store.service.feed import LeaseExpiredError
-from polar_proxy.temporary import replace_file
 
 T = TypeVar("T")
 

@@ -28,8 +28,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import pkcs12
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from polar_proxy.atomic_file import replace_file
 from polar_proxy.errors import UsageError
-from polar_proxy.temporary import replace_file
 
 JAVA_PASSWORD = "changeit"
 """Password of the trust store for Java, the same as that of Java's default trust store. The store holds no secret."""

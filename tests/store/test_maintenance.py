@@ -109,7 +109,10 @@ async def test_verify_reports_every_kind_of_damage(store: Store) -> None:
     n, codec = schema.nodes.c, CellCodec()
     changes: list[tuple[str, Any]] = [
         (r"nodes .*its content", update(schema.nodes).where(n.kind == "tools").values(data=codec.pack_bytes(b"[]"))),
-        (r"nodes .*states length 1", update(schema.nodes).where(n.kind == "message", n.parent_id.is_(None)).values(length=1)),
+        (
+            r"nodes .*states length 1",
+            update(schema.nodes).where(n.kind == "message", n.parent_id.is_(None)).values(length=1),
+        ),
         (r"calls .*cannot be|calls .*damaged", update(schema.completions).values(token_ids=b"\x01\x99no zstd frame")),
         (r"completions .*counts 99", update(schema.completions).values(tokens=99)),
         (r"calls .*prompt tokens", update(schema.calls).values(prompt_tokens=3)),

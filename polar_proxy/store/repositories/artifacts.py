@@ -12,11 +12,11 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Update, insert, select, update
 
+from polar_proxy.atomic_file import replace_file
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.secrets import bytes_without_secrets, clean_label, json_without_secrets, log_without_secrets
-from polar_proxy.temporary import replace_file
 from polar_proxy.types import Json, new_id
 
 _w = schema.rewards.c
