@@ -52,10 +52,10 @@ def test_every_provider_has_a_route_in_its_dialect(url: str) -> None:
     host, _, path = url.partition("/")
     found = find_path(host, "/" + path)
     assert found is not None
-    assert found.to is not None
+    assert found.route is not None
     assert found.rule is not None
     assert found.rule.passed_on
-    route = find_route(found.to, b"")
+    route = find_route(found.route, b"")
     assert route is not None
     assert route[0].name == CALLS[url]
 
@@ -63,7 +63,7 @@ def test_every_provider_has_a_route_in_its_dialect(url: str) -> None:
 def test_every_provider_is_in_the_list_of_calls() -> None:
     """Except those that only take telemetry."""
     found = {found.host.provider for url in CALLS if (found := find_path(url.partition("/")[0], "/")) is not None}
-    assert {row.provider for row in MODEL_HOSTS if any(rule.to for rule in row.rules)} == found
+    assert {row.provider for row in MODEL_HOSTS if any(rule.route for rule in row.rules)} == found
 
 
 @pytest.mark.parametrize("host", ["openai.com.evil.example", "xapi.openai.com.", "evilapi.anthropic.com", "localhost"])

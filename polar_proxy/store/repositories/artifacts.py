@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Update, insert, select, update
 
+from polar_proxy.atomic_file import replace_file
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database, Repository, row_columns
@@ -187,15 +187,7 @@ def write_artifact(folder: Path, data: bytes) -> str:
             os.utime(path)  # makes the file young: `polar db prune` does not remove young files
             return sha256
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Written to another file and renamed, so that a file with this name is always complete.
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink()
-            raise
+        replace_file(path, data)
     except OSError as error:
         raise StoreError(f"An artifact cannot be written below {folder}: {error.strerror}") from error
     return sha256
