@@ -124,9 +124,9 @@ class TracePath:
     """All tokens from the root trace to the end of a trace. The trace's own tokens begin at its `branch_at`."""
 
     token_ids: TokenIds
-    """int32 [n]"""
+    """int32 [n]."""
     loss_mask: LossMask
-    """uint8 [n]"""
+    """uint8 [n]."""
     logprobs: Logprobs
     """float32 [n], NaN where the mask is 0."""
 
@@ -246,10 +246,11 @@ def common_prefix_length(one: npt.NDArray[np.integer], other: npt.NDArray[np.int
     return size
 
 
-def equal_start(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the common prefix of two texts or two lists. For arrays, use `common_prefix_length`."""
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the index at which two texts or two lists first differ: the length of their common prefix. For arrays, use
+    `common_prefix_length`."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def begins_with(whole: TokenIds, start: TokenIds) -> bool:

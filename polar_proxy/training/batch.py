@@ -283,7 +283,7 @@ def _make_sequences(
         whole = trace_path(trace, by_id)
         trained = whole.loss_mask.astype(bool)
         observed = ~trained & (np.cumsum(trained) > 0)
-        # The prefix is trained with the traces that it belongs to.
+        # The prefix is trained with the trace that it belongs to.
         trained[: trace.branch_at] = observed[: trace.branch_at] = False
         if skip_reason is not None:
             trained[:] = False

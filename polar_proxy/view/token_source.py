@@ -16,7 +16,7 @@ import numpy as np
 from cachetools import LRUCache
 
 from polar_proxy.api import ApiContext
-from polar_proxy.api.context import not_found
+from polar_proxy.api.context import not_found, require
 from polar_proxy.engines.token_texts import NoTextsError, token_texts
 from polar_proxy.export.formats.training_rows import advantages_by_rollout
 from polar_proxy.sequences import answer_sampling, assemble, find_choice
@@ -71,20 +71,20 @@ class TokenSources:
     async def of_trace(self, store: Store, trace_id: str) -> TokenSequence:
         """Return the tokens of a trace. Raises ApiError 404 if it does not exist."""
         if (known := self._sequences.get(trace_id)) is None:
-            summary = await store.traces.summary(trace_id)
-            if summary is None:
-                raise not_found("trace", trace_id)
+            summary = await require("trace", trace_id, store.traces.summary(trace_id))
             known = self._sequences[trace_id] = await _read_trace(store, summary)
         return known
 
     async def of_call(self, store: Store, call_id: str) -> TokenSequence:
         """Return the prompt and the first answer of a call. Raises ApiError 404 if it does not exist."""
         if (known := self._sequences.get(call_id)) is None:
-            call = await store.calls.get(call_id)
-            if call is None:
-                raise not_found("call", call_id)
+            call = await require("call", call_id, store.calls.get(call_id))
             known = self._sequences[call_id] = await asyncio.to_thread(_read_call, call)
         return known
+
+    def forget(self, record_id: str) -> None:
+        """Read this trace or call again at the next request."""
+        self._sequences.pop(record_id, None)
 
     async def chunk(self, context: ApiContext, sequence: TokenSequence, start: int) -> Json:
         """Return the tokens from `start` on, at most CHUNK: ids, log-probabilities (null: not sampled) and texts."""
