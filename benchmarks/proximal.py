@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from polar_proxy.engines.factory import POLAR_TINY
-from polar_proxy.training.batch import TrainingBatch, TrainingSequence
+from polar_proxy.training.batch import BatchPlan, TrainingBatch, TrainingSequence
 from polar_proxy.training.config import make_config
 from polar_proxy.training.policy import checkpoint
 from polar_proxy.training.policy.checkpoint import TrainerState
@@ -81,7 +81,7 @@ def stale_batch(arguments: argparse.Namespace) -> tuple[TrainingBatch, list[np.n
                 group_size=arguments.rollouts,
             )
         )
-    return TrainingBatch(tuple(sequences), ("group",), (), arguments.rollouts, 0), exact
+    return TrainingBatch(tuple(sequences), ("group",), (), BatchPlan(())), exact
 
 
 def measure(

@@ -31,7 +31,7 @@ import torch
 
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.store import open_store
-from polar_proxy.training.batch import TrainingBatch, TrainingSequence, make_batch
+from polar_proxy.training.batch import BatchPlan, TrainingBatch, TrainingSequence, make_batch
 from polar_proxy.training.config import BuilderName, make_config
 from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.training.policy.model import Learner, load_model
@@ -164,7 +164,7 @@ def measure(work: Measurement) -> tuple[dict[str, float], dict[str, torch.Tensor
     torch.set_num_threads(work.threads)
     config = CONFIG.model_copy(update={"max_tokens_per_microbatch": work.budget, "max_sequence_length": work.budget})
     learner = (Learner if work.layout == "tree" else FlatLearner)(load_model(work.model), config)
-    batch = TrainingBatch(work.sequences, ("group",), (), 0, 0)
+    batch = TrainingBatch(work.sequences, ("group",), (), BatchPlan(()))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, cpu = [], []
     for _ in range(work.repeat + 1):
@@ -223,8 +223,8 @@ async def recorded_groups(db: str) -> list[tuple[str, dict[str, tuple[TrainingSe
             for builder in builders:
                 group = await reader.read_group(group_id, builder, None)
                 batch = make_batch([group], CONFIG)
-                if batch.skipped:
-                    print(f"{group_id}, {builder}: skipped: {batch.skipped_json()}", file=sys.stderr)
+                if batch.plan.skipped:
+                    print(f"{group_id}, {builder}: skipped: {batch.plan.skipped_json()}", file=sys.stderr)
                 layouts[builder] = tuple(replace(one, advantage=advantage(one.rollout)) for one in batch.sequences)
             if len({sum(int(one.trained.sum()) for one in layouts[layout]) for layout in LAYOUTS}) != 1:
                 raise SystemExit(f"{group_id}: the builders do not train the same tokens")

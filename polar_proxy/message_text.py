@@ -9,6 +9,8 @@ import orjson
 
 def content_text(content: Any) -> str:
     """Return one line for each content part; images and files appear as their type."""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return content if isinstance(content, str) else orjson.dumps(content).decode() if content else ""
-    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
+    return orjson.dumps(content).decode() if content else ""

@@ -121,15 +121,14 @@ def find_choice(call: CallRecord, index: int) -> Choice | None:
 
 @dataclass(frozen=True, slots=True)
 class TracePath:
-    """All tokens from the root trace to the end of a trace: `token_ids` int32 [n], `loss_mask` uint8 [n], `logprobs`
-    float32 [n]."""
+    """All tokens from the root trace to the end of a trace. The trace's own tokens begin at its `branch_at`."""
 
     token_ids: TokenIds
+    """int32 [n]."""
     loss_mask: LossMask
+    """uint8 [n]."""
     logprobs: Logprobs
     """float32 [n], NaN where the mask is 0."""
-    own: int
-    """Index of the first token that belongs to this trace. Earlier tokens are trained with the parents' traces."""
 
 
 def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> TracePath:
@@ -156,7 +155,6 @@ def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> T
         np.concatenate([one.token_ids[:size] for one, size in pieces]),
         np.concatenate([one.loss_mask[:size] for one, size in pieces]),
         np.concatenate([one.logprobs[:size] for one, size in pieces]),
-        trace.branch_at,
     )
 
 
@@ -227,13 +225,13 @@ def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------- comparing token sequences, int32 [n]
+# ---------------------------------------------------------------- comparing token sequences, integers [n]
 #
 # The store reads the prompts of a session into one buffer, because they begin alike. Two arrays that begin at the same
 # address are equal without a comparison, so that a turn costs only the comparison of its new tokens.
 
 
-def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
+def common_prefix_length(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -> int:
     size = min(len(one), len(other))
     if size == 0 or _same_short(one[:size], other[:size]) or share_buffer(one, other):
         return size
@@ -248,10 +246,11 @@ def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
     return size
 
 
-def equal_start(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the common prefix of two texts or two lists. For arrays, use `common_prefix_length`."""
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the index at which two texts or two lists first differ: the length of their common prefix. For arrays, use
+    `common_prefix_length`."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def begins_with(whole: TokenIds, start: TokenIds) -> bool:
@@ -269,7 +268,7 @@ def begins_with(whole: TokenIds, start: TokenIds) -> bool:
     return bool((whole[near:size] == start[near:]).all()) and common_prefix_length(whole[:near], start[:near]) == near
 
 
-def share_buffer(one: TokenIds, other: TokenIds) -> bool:
+def share_buffer(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -> bool:
     """Return whether two arrays begin at the same address of one buffer, so that one is a prefix of the other."""
     return one.strides == other.strides and np.may_share_memory(one[:1], other[:1])
 
@@ -290,7 +289,7 @@ def is_any(ids: TokenIds, wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _same_short(one: TokenIds, other: TokenIds) -> bool:
+def _same_short(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -> bool:
     """Return whether two sequences of equal length are short and equal.
 
     Their bytes are compared, which is several times faster for short sequences.

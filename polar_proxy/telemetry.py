@@ -30,7 +30,9 @@ from typing import TYPE_CHECKING, Any
 from polar_proxy import __version__
 from polar_proxy.config import TelemetrySettings
 from polar_proxy.errors import RequestError, StoreError, UsageError
-from polar_proxy.store import RolloutRow, Store
+from polar_proxy.message_text import content_text
+from polar_proxy.store import RewardRow, RolloutRow, Store
+from polar_proxy.store.repositories.rollouts import StageRow
 from polar_proxy.types import FAILED, CallRecord, Json, Message
 
 if TYPE_CHECKING:
@@ -61,8 +63,8 @@ class EndedRollout:
     """A rollout that has ended, with the data for its spans."""
 
     row: RolloutRow
-    stages: Sequence[Any]
-    rewards: Sequence[Any]
+    stages: Sequence[StageRow]
+    rewards: Sequence[RewardRow]
     session_ids: Sequence[str]
     """The sessions of its attempts, oldest first."""
 
@@ -86,18 +88,18 @@ async def traced(
     sender = SpanSender(settings)
     reading: set[asyncio.Task[None]] = set()
 
-    def call(record: CallRecord) -> None:
+    def send_call(record: CallRecord) -> None:
         sender.put((record, rollout_of(record.session_id)))
 
-    def rollout(rollout_id: str) -> None:
+    def send_rollout(rollout_id: str) -> None:
         task = asyncio.create_task(_read_rollout(store, rollout_id, sender))
         reading.add(task)
         task.add_done_callback(reading.discard)
 
-    observe(call)
+    observe(send_call)
     sender.start()
     try:
-        yield rollout
+        yield send_rollout
     finally:
         if reading:
             await asyncio.wait(reading, timeout=_END_SECONDS)
@@ -201,36 +203,36 @@ class SpanFactory:
         )
 
     def of_rollout(self, ended: EndedRollout) -> list[ReadableSpan]:
-        """Return the span of a rollout and those of its stages."""
-        row, trace = ended.row, ended.row.rollout_id
-        root = _context(trace, trace)
-        name = row.harness.partition("@")[0]
-        common = {"polar.rollout.id": trace, "polar.task.id": row.task_id, "polar.group.id": row.group_id}
-        spans = []
+        """Return the spans of a rollout's stages, and then its own span."""
         attempts = sorted({stage.attempt for stage in ended.stages})
         session_of = dict(zip(attempts, ended.session_ids, strict=False))
-        for stage in ended.stages:
-            runs = stage.stage == "running" and stage.attempt in session_of
-            own = session_of[stage.attempt] if runs else f"{stage.attempt} {stage.stage}"
-            attributes: Json = {**common, "polar.stage": stage.stage, "polar.attempt": stage.attempt}
-            if runs:
-                attributes |= {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name}
-                attributes |= {"gen_ai.conversation.id": own, "gen_ai.provider.name": "polar"}
-            spans.append(
-                self._span(
-                    f"invoke_agent {name}" if runs else stage.stage,
-                    _context(trace, own),
-                    root,
-                    (stage.started_at, stage.ended_at or row.ended_at or stage.started_at),
-                    attributes,
-                    error=(stage.cause or stage.outcome) if stage.outcome not in (None, "ok") else None,
-                )
-            )
-        attributes = common | {
+        spans = [self._stage_span(ended.row, stage, session_of.get(stage.attempt)) for stage in ended.stages]
+        return [*spans, self._rollout_span(ended)]
+
+    def _stage_span(self, row: RolloutRow, stage: StageRow, session_id: str | None) -> ReadableSpan:
+        name, identity = stage.stage, f"{stage.attempt} {stage.stage}"
+        attributes: Json = {**_rollout_ids(row), "polar.stage": stage.stage, "polar.attempt": stage.attempt}
+        if stage.stage == "running" and session_id is not None:
+            name, identity = f"invoke_agent {_agent_name(row)}", session_id  # the parent of the session's calls
+            attributes |= {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": _agent_name(row)}
+            attributes |= {"gen_ai.conversation.id": session_id, "gen_ai.provider.name": "polar"}
+        return self._span(
+            name,
+            _context(row.rollout_id, identity),
+            _context(row.rollout_id, row.rollout_id),
+            (stage.started_at, stage.ended_at or row.ended_at or stage.started_at),
+            attributes,
+            error=None if stage.outcome in (None, "ok") else stage.cause or stage.outcome,
+        )
+
+    def _rollout_span(self, ended: EndedRollout) -> ReadableSpan:
+        row = ended.row
+        attributes: Json = {
+            **_rollout_ids(row),
             "polar.status": row.status,
             "polar.harness": row.harness,
             "polar.sandbox": row.sandbox,
-            "gen_ai.agent.name": name,
+            "gen_ai.agent.name": _agent_name(row),
             "gen_ai.request.model": row.model,
             "gen_ai.usage.input_tokens": row.prompt_tokens,
             "gen_ai.usage.output_tokens": row.completion_tokens,
@@ -238,10 +240,15 @@ class SpanFactory:
             **({} if row.job_id is None else {"polar.job.id": row.job_id}),
             **({} if row.reward is None else {"polar.reward": row.reward}),
         }
-        times = (row.created_at, row.ended_at or time.time())
-        error = None if row.status == "done" else row.cause or row.status
-        spans.append(self._span(f"rollout {name}", root, None, times, attributes, error, events=_evaluations(ended)))
-        return spans
+        return self._span(
+            f"rollout {_agent_name(row)}",
+            _context(row.rollout_id, row.rollout_id),
+            None,
+            (row.created_at, row.ended_at or time.time()),
+            attributes,
+            error=None if row.status == "done" else row.cause or row.status,
+            events=_evaluations(ended),
+        )
 
     def _call_attributes(self, record: CallRecord, rollout_id: str | None) -> Json:
         found: Json = {
@@ -302,6 +309,14 @@ class SpanFactory:
         )
 
 
+def _agent_name(row: RolloutRow) -> str:
+    return row.harness.partition("@")[0]
+
+
+def _rollout_ids(row: RolloutRow) -> Json:
+    return {"polar.rollout.id": row.rollout_id, "polar.task.id": row.task_id, "polar.group.id": row.group_id}
+
+
 def _evaluations(ended: EndedRollout) -> list[Any]:
     """Return an event for each reward, as `gen_ai.evaluation.result`."""
     from opentelemetry.sdk.trace import Event
@@ -337,11 +352,13 @@ def _messages_json(messages: Sequence[Message]) -> str:
 
 
 def _parts(message: Message) -> list[Json]:
-    content = message.content if isinstance(message.content, list) else [{"type": "text", "text": message.content}]
-    texts = [str(part.get("text") or f"[{part.get('type')}]")[:_LONGEST_TEXT] for part in content]
+    content = (
+        message.content if isinstance(message.content, list) else [{"type": "text", "text": message.content or ""}]
+    )
+    texts = [content_text([part])[:_LONGEST_TEXT] for part in content]
     if message.tool_call_id is not None:
         return [{"type": "tool_call_response", "id": message.tool_call_id, "response": "\n".join(texts)}]
-    parts: list[Json] = [{"type": "text", "content": text} for text in texts if message.content]
+    parts: list[Json] = [{"type": "text", "content": text} for text in texts if text]
     if message.reasoning:
         parts.insert(0, {"type": "reasoning", "content": message.reasoning[:_LONGEST_TEXT]})
     return parts + [

@@ -29,7 +29,7 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
         remove_tree(folder)
 
 
-def left_folders(parent: Path | None = None) -> list[Path]:
+def abandoned_folders(parent: Path | None = None) -> list[Path]:
     """Return this user's temporary folders in `parent` whose process has ended."""
     found = []
     with os.scandir(parent or tempfile.gettempdir()) as entries:
@@ -37,12 +37,12 @@ def left_folders(parent: Path | None = None) -> list[Path]:
             named = _NAME.fullmatch(entry.name)
             if named is None or not entry.is_dir(follow_symlinks=False):
                 continue
-            if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and not _is_alive(int(named[1])):
+            if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and not process_exists(int(named[1])):
                 found.append(Path(entry.path))
     return found
 
 
-def _is_alive(pid: int) -> bool:
+def process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -92,11 +92,14 @@ async def test_a_rollout_is_one_trace_of_stages_and_calls(store: Store, collecto
 
 async def test_messages_are_sent_only_by_a_setting(store: Store, collector: OtlpServer) -> None:
     observers: list[Callable[[CallRecord], None]] = []
+    silent = {"role": "tool", "tool_call_id": "call_1", "content": ""}
+    messages = tuple(map(orjson.dumps, ({"role": "user", "content": SECRET}, silent)))
     async with traced(settings(collector, content=True), store, observers.append, lambda session_id: None):
-        observers[0](call_record("sess_1", messages=(orjson.dumps({"role": "user", "content": SECRET}),), tools=None))
+        observers[0](call_record("sess_1", messages=messages, tools=None))
     (span,) = collector.spans
     assert orjson.loads(attributes_of(span)["gen_ai.input.messages"]) == [
-        {"role": "user", "parts": [{"type": "text", "content": SECRET}]}
+        {"role": "user", "parts": [{"type": "text", "content": SECRET}]},
+        {"role": "tool", "parts": [{"type": "tool_call_response", "id": "call_1", "response": ""}]},
     ]
     assert span.parent_span_id == b""
 

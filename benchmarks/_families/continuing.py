@@ -23,7 +23,7 @@ from benchmarks._families.template_engine import TemplateEngine, with_single_cal
 from polar_proxy.config import GatewaySettings
 from polar_proxy.errors import RequestError
 from polar_proxy.offload import OffloadThread
-from polar_proxy.sequences import equal_start
+from polar_proxy.sequences import first_difference
 from polar_proxy.sessions.continuation import PromptBuilder, prompt_config
 from polar_proxy.sessions.lineage import Base
 from polar_proxy.sessions.state import SessionState
@@ -281,11 +281,11 @@ class FamilyRun:
         opened = self._engine.text(self._request(before))
         words = [word for word in _WORD.findall(opened) if word in rendered]
         if not words:
-            return equal_start(opened, rendered)
+            return first_difference(opened, rendered)
         last = max(words, key=lambda word: rendered.rindex(word))
         place = rendered.rindex(last) + len(last)
         tail = opened[opened.rindex(last) + len(last) :]
-        found = place + equal_start(tail, rendered[place:])
+        found = place + first_difference(tail, rendered[place:])
         for token in self._engine.family.control_tokens:  # a token is not cut
             for start in range(max(place, found - len(token) + 1), found):
                 if rendered.startswith(token, start):

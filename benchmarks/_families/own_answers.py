@@ -14,7 +14,7 @@ from benchmarks._families.template_engine import TemplateEngine
 from polar_proxy.conformance.awkward_answers import split_randomly
 from polar_proxy.engines.scripted import ScriptedReply
 from polar_proxy.errors import RequestError
-from polar_proxy.sequences import equal_start
+from polar_proxy.sequences import first_difference
 from polar_proxy.types import ChatRequest, Message
 
 CUT_EVERY = 8
@@ -76,7 +76,7 @@ class AnswerWriter:
 
     def _difference(self, opened: str, whole: str) -> int:
         """Return the position from which the texts differ: the start of a control token if they differ inside one."""
-        end = equal_start(opened, whole)
+        end = first_difference(opened, whole)
         for found in self._engine.family.whole.finditer(whole):
             if found.start() < end < found.end():
                 return found.start()

@@ -13,8 +13,9 @@ async def shortness(work: EvaluationInput, workspace: Workspace, path: str, limi
 
 def brevity(work: EvaluationInput, limit: int = 200) -> Score:
     """Reward each call with 1 for an answer of up to `limit` tokens, else with 0; the rollout with their mean."""
-    calls = {
+    rewards = {
         call.call_id: 1.0 if sum(len(choice.token_ids) for choice in call.choices) <= limit else 0.0
         for call in work.calls
     }
-    return Score(sum(calls.values()) / len(calls) if calls else None, {"calls": len(calls)}, calls=calls)
+    mean = sum(rewards.values()) / len(rewards) if rewards else None
+    return Score(mean, {"calls": len(rewards)}, call_rewards=rewards)

@@ -143,21 +143,23 @@ class CallbackSender:
         except ApiError as error:  # the group or job was pruned meanwhile
             await self._store.callbacks.mark_failed(row.callback_id, str(error), None)
             return
-        problem, retry = await self._post(row, body)
+        status: int | None = None
+        try:
+            status = await self._post(row, body)
+            problem = None if 200 <= status < 300 else f"answered {status}"
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            problem = f"{type(error).__name__}: {error}"
         if problem is None:
             await self._store.callbacks.mark_delivered(row.callback_id)
-        elif retry and row.attempts < self._settings.callback_attempts:
+        elif status != _GONE and row.attempts < self._settings.callback_attempts:
             pause = self._settings.callback_pause_seconds * 4.0 ** (row.attempts - 1)
             await self._store.callbacks.mark_failed(row.callback_id, problem, pause)
         else:
             log.warning("callback %s of %s is given up: %s", row.callback_id, row.job_id, problem)
             await self._store.callbacks.mark_failed(row.callback_id, problem, None)
 
-    async def _post(self, row: CallbackRow, body: str) -> tuple[str | None, bool]:
-        """Send a callback once, and return (problem, retry).
-
-        `problem`: why sending the callback failed; None if the receiver accepted it. `retry`: whether to send it again.
-        """
+    async def _post(self, row: CallbackRow, body: str) -> int:
+        """Send a callback once, and return the status of the response."""
         stamp = int(time.time())
         headers = {
             "content-type": "application/json",
@@ -166,15 +168,9 @@ class CallbackSender:
             "webhook-timestamp": str(stamp),
             "webhook-signature": webhooks.sign(row.callback_id, stamp, body, self._secret),
         }
-        try:
-            # The response body is not read: it is not needed, and may be endless.
-            async with self._http.stream("POST", row.url, content=body, headers=headers) as response:
-                status = response.status_code
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return f"{type(error).__name__}: {error}", True
-        if 200 <= status < 300:
-            return None, False
-        return f"answered {status}", status != _GONE
+        # The response body is not read: it is not needed, and may be endless.
+        async with self._http.stream("POST", row.url, content=body, headers=headers) as response:
+            return response.status_code
 
     async def _body(self, row: CallbackRow) -> str:
         """Return the callback's JSON body. Raises ApiError if the group or job no longer exists."""

@@ -35,7 +35,7 @@ class PublicTransport(httpx.AsyncHTTPTransport):
 def check_public_host(host: str) -> None:
     """Raise UsageError for localhost and for an IP address that is not public. Other host names are not resolved
     here."""
-    if host.rstrip(".") == "localhost" or host.rstrip(".").endswith(".localhost") or _address_problem(host):
+    if host.rstrip(".") == "localhost" or host.rstrip(".").endswith(".localhost") or _is_blocked_address(host):
         raise UsageError(f"callback_url: {host} is not a public address; {_ADVICE}.")
 
 
@@ -47,22 +47,22 @@ async def _public_address(host: str, request: httpx.Request) -> str:
         raise httpx.ConnectError(f"{host} cannot be resolved: {error}", request=request) from error
     addresses = [str(entry[4][0]) for entry in found]
     for address in addresses:
-        if _address_problem(address):
+        if _is_blocked_address(address):
             raise httpx.ConnectError(
                 f"{host} has the address {address}, which is not public; {_ADVICE}", request=request
             )
     return addresses[0]
 
 
-def _address_problem(text: str) -> bool:
+def _is_blocked_address(text: str) -> bool:
     """Return whether `text` is an IP address that is not public. False for a host name, which is not resolved here."""
     try:
         address = ipaddress.ip_address(text.split("%")[0])
     except ValueError:
         return False
-    inner: list[ipaddress.IPv4Address | None] = []
+    embedded: list[ipaddress.IPv4Address | None] = []
     if isinstance(address, ipaddress.IPv6Address):
-        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        embedded = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if any(address in network for network in _TRANSLATED):
-            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-    return any(not one.is_global or one.is_multicast for one in (address, *inner) if one is not None)
+            embedded.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return any(not one.is_global or one.is_multicast for one in (address, *embedded) if one is not None)

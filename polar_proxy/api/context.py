@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
@@ -22,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Send
 
 from polar_proxy.api_models import API_PREFIX, ErrorResponse, Role
+from polar_proxy.atomic_file import replace_file
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import ApiError, PolarError, UsageError
@@ -105,8 +105,7 @@ async def _context_of(request: Request) -> ApiContext:
 
 
 async def _store_of(request: Request) -> Store:
-    context: ApiContext = request.app.state.api_context
-    return context.store
+    return (await _context_of(request)).store
 
 
 Context = Annotated[ApiContext, Depends(_context_of)]
@@ -302,13 +301,9 @@ async def local_admin_key(store: Store, home: Path) -> Path:
 
 def write_private(path: Path, text: str) -> None:
     """Write a file atomically, so that only its owner can read it. Raises UsageError if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as file:
-            file.write(text + "\n")
-        temporary.replace(path)
+        replace_file(path, f"{text}\n".encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
 

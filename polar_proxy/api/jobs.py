@@ -165,7 +165,10 @@ async def events(
     ended. Without `job`, it has the events of all jobs from now on. A stream can be continued after any event, on
     any server of the same database.
     """
-    return await stream_events(context, job, last_event_id or after)
+    if job is not None:
+        await _require_job(context, job)
+    new_events = await follow_events(context.store, job, last_event_id or after)
+    return event_stream(_encode(context, new_events))
 
 
 async def _submit(context: ApiContext, body: m.JobRequest, idempotency_key: str | None) -> m.SubmittedJob:
@@ -281,18 +284,6 @@ def _check_callback_url(url: str, private: bool) -> None:
         )
     if not private:
         check_public_host(host)
-
-
-async def stream_events(context: ApiContext, job_id: str | None, position: str | None) -> StreamedResponse:
-    """Return the events after `position`. Without a position, the stream begins with the first event of the job, or, if
-    no job is named, with the next event of any job.
-
-    Raises ApiError 404 if there is no such job.
-    """
-    if job_id is not None:
-        await _require_job(context, job_id)
-    events = await follow_events(context.store, job_id, position)
-    return event_stream(_encode(context, events))
 
 
 async def _encode(context: ApiContext, events: AsyncIterator[list[m.Event]]) -> AsyncIterator[bytes]:

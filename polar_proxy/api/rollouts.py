@@ -148,7 +148,7 @@ async def _lines(store: Store, rows: Sequence[RolloutRow], builder: str, all_gra
             yield line
 
 
-async def _sessions_of(store: Store, body: m.RewardRequest | m.RemarkRequest) -> list[str]:
+async def _sessions_of(store: Store, body: m.FeedbackRequest) -> list[str]:
     """Return the ids of the sessions to which a request refers: all sessions of the named rollout, or the named
     session.
 

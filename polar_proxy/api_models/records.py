@@ -108,8 +108,8 @@ class CallChoice(ApiResponseModel):
     answer is split into tokens by tiktoken."""
 
 
-class SessionCall(ApiResponseModel):
-    """A call of a session, with the messages that it adds to the conversation of an earlier call."""
+class CallFields(ApiResponseModel):
+    """Fields of a call in its session and in its full record."""
 
     call_id: str
     """The id of the call."""
@@ -136,6 +136,23 @@ class SessionCall(ApiResponseModel):
     """Why the rule gives this edge, in words."""
     ambiguous: bool = False
     """True if another edge or parent was possible as well."""
+    cached_tokens: int | None
+    """Number of prompt tokens that the engine had in its cache."""
+    price_usd: float | None
+    """Price of a hosted call in US dollars; null if it is unknown."""
+    weight_version: str | None
+    """Policy version of the weights that sampled the answers."""
+    started_at: float
+    """When the request arrived."""
+    first_token_at: float | None
+    """When the first token arrived."""
+    ended_at: float
+    """When the answer ended."""
+
+
+class SessionCall(CallFields):
+    """A call of a session, with the messages that it adds to the conversation of an earlier call."""
+
     prompt_mode: str | None = None
     """continue: the prompt begins with the exact tokens of the call that this call extends; render: the engine rendered
     the prompt."""
@@ -151,22 +168,10 @@ class SessionCall(ApiResponseModel):
     """Number of prompt tokens; null if the engine returned no token ids."""
     completion_tokens: int
     """Number of sampled tokens."""
-    cached_tokens: int | None
-    """Number of prompt tokens that the engine had in its cache."""
     input_tokens: int | None
     """Number of prompt tokens of a hosted call as the provider counts them."""
     output_tokens: int | None
     """Number of sampled tokens of a hosted call as the provider counts them."""
-    price_usd: float | None
-    """Price of a hosted call in US dollars; null if it is unknown."""
-    weight_version: str | None
-    """Policy version of the weights that sampled the answers."""
-    started_at: float
-    """When the request arrived."""
-    first_token_at: float | None
-    """When the first token arrived."""
-    ended_at: float
-    """When the answer ended."""
     new_messages: list[StoryMessage] = Field([])
     """The messages of the request that are new: neither the request nor the answer of the call `parent_call_id` has
     them."""
@@ -238,35 +243,18 @@ class CallUsage(ApiResponseModel):
     """True if Polar counted the tokens, because the provider did not report them."""
 
 
-class CallDetail(ApiResponseModel):
+class CallDetail(CallFields):
     """A call with its conversation and tokens."""
 
-    call_id: str
-    """The id of the call."""
     session_id: str
     """Id of the session."""
-    dialect: str
-    """The wire format of the request."""
-    path: str
-    """The route of the request."""
     stream: bool
     """True if the agent asked for a stream."""
-    model: str
-    """The model that the agent named."""
     engine: dict[str, Any] | None
     """Description of the engine that sampled the answers."""
-    weight_version: str | None
-    """Policy version of the weights that sampled the answers."""
     logprob_mode: str
     """The distribution that the log-probabilities belong to. `processed`: the distribution that was sampled from;
     `raw`: the model's own distribution at temperature 1."""
-    status: str
-    """`ok`; `client_gone`: the agent disconnected; `upstream_error`: the engine failed; `no_tokens`: answered
-    without token ids; `budget`: answered by Polar, because the session's budget is spent."""
-    http_status: int
-    """HTTP status of the answer."""
-    error: str | None
-    """Why the call failed."""
     engine_name: str | None
     """Name of the engine in the settings [engines]; null for the engine of [engine]."""
     route: str | None
@@ -274,32 +262,12 @@ class CallDetail(ApiResponseModel):
     hooks: dict[str, Any] | None
     """Changes by hooks; null if hooks changed nothing. `request`: the changed parts of the request, as the model saw
     them. `answer`: the answers as the model sampled them, if hooks changed an answer."""
-    edge: str
-    """How the call relates to an earlier call."""
-    parent_call_id: str | None
-    """Id of the earlier call that the relation `edge` refers to; null if there is no such call."""
-    rule: str | None = None
-    """Name of the rule that decided the edge."""
-    reason: str | None = None
-    """Why the rule gives this edge, in words."""
-    ambiguous: bool = False
-    """True if another edge or parent was possible as well."""
     params: dict[str, Any]
     """The request body without messages and tools."""
     sampling: dict[str, Any]
     """The parameters that were sent to the engine."""
-    started_at: float
-    """When the request arrived."""
-    first_token_at: float | None
-    """When the first token arrived."""
-    ended_at: float
-    """When the answer ended."""
-    cached_tokens: int | None
-    """Number of prompt tokens that the engine had in its cache."""
     usage: CallUsage | None
     """The provider's token counts; null if the engine reports token ids."""
-    price_usd: float | None
-    """Price in US dollars; null if it is unknown or the call is not a hosted one."""
     messages: list[Any]
     """The messages in the agent's own format."""
     tools: Any

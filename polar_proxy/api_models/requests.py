@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -88,14 +88,25 @@ class DrainRequest(ApiRequestModel):
     """Seconds to wait for running rollouts; null waits without limit."""
 
 
-class RewardRequest(ApiRequestModel):
+class FeedbackRequest(ApiRequestModel):
+    """A reward or a remark for a rollout, or for a session without a rollout."""
+
+    rollout_id: str | None = None
+    """Id of the rollout."""
+    session_id: str | None = None
+    """Id of the session, if it has no rollout."""
+
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        if (self.rollout_id is None) == (self.session_id is None):
+            raise ValueError("give either rollout_id or session_id")
+        return self
+
+
+class RewardRequest(FeedbackRequest):
     """A reward from outside Polar for a rollout or a session, or for a single call or trace of the rollout or
     session."""
 
-    rollout_id: str | None = None
-    """Id of the rollout to reward."""
-    session_id: str | None = None
-    """Id of the session to reward, if it has no rollout."""
     value: float | None = Field(allow_inf_nan=False)
     """The reward; null if the work could not be judged, which is not the same as 0."""
     source: str = Field(min_length=1)
@@ -108,34 +119,22 @@ class RewardRequest(ApiRequestModel):
     """Any JSON object to store with the reward."""
 
     @model_validator(mode="after")
-    def _check_target(self) -> RewardRequest:
-        if (self.rollout_id is None) == (self.session_id is None):
-            raise ValueError("give either rollout_id or session_id")
+    def _check_part(self) -> RewardRequest:
         if self.call_id is not None and self.trace_id is not None:
             raise ValueError("give call_id or trace_id, not both")
         return self
 
 
-class RemarkRequest(ApiRequestModel):
+class RemarkRequest(FeedbackRequest):
     """A label, a note or a rating for a rollout or a session. The API key of the request is recorded as the author of
     the remark."""
 
-    rollout_id: str | None = None
-    """Id of the rollout."""
-    session_id: str | None = None
-    """Id of the session, if it has no rollout."""
     kind: RemarkKind
     """label, note or rating."""
     text: str = ""
     """The text of a label or note."""
     value: float | None = Field(None, allow_inf_nan=False)
     """The rating, from 1 to 5."""
-
-    @model_validator(mode="after")
-    def _check_target(self) -> RemarkRequest:
-        if (self.rollout_id is None) == (self.session_id is None):
-            raise ValueError("give either rollout_id or session_id")
-        return self
 
 
 class SessionRequest(ApiRequestModel, SessionBudget):

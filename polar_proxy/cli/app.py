@@ -80,7 +80,7 @@ VERBS = {
     "resume": Verb("rollouts:resume", "Resume a paused job."),
     "reward": Verb("feedback:reward", "Add a reward to a rollout or a session. Earlier rewards are kept."),
     "remark": Verb(
-        "feedback:remark", "Give a label, a note or a rating to a rollout or a session. Earlier ones are kept."
+        "feedback:remark", "Give a label, a note or a rating to a rollout or a session. Earlier remarks are kept."
     ),
     "sessions": Verb("show:sessions", "List sessions, newest first."),
     "view": Verb(

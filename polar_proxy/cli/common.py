@@ -25,6 +25,7 @@ from polar_proxy.errors import UsageError
 
 if TYPE_CHECKING:  # sqlalchemy, httpx and fastapi take a second to import, and `polar --help` needs none of them
     from polar_proxy.client import AsyncClient
+    from polar_proxy.gateway import Gateway
     from polar_proxy.store import Store
 
 M = TypeVar("M", bound=BaseModel)
@@ -182,6 +183,20 @@ def with_store(settings: Settings, work: Callable[[Store], Awaitable[T]], *, cre
 
     start_no_blas_threads()
     return run_async(main())
+
+
+# The gateway
+
+
+def observe_warnings(gateway: Gateway, settings: Settings, note: Callable[[str], None]) -> None:
+    """Warn when sampling parameters make traces approximate, and when an agent other than mini-swe-agent uses the
+    bundled policy. `note` gets the first of these warnings; the log gets the second."""
+    from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
+    from polar_proxy.traces.grades import DistributionNotes
+
+    gateway.observe(DistributionNotes(note))
+    if is_bundled(settings.engine):
+        gateway.observe(OtherAgentWarning())
 
 
 # The API

@@ -30,7 +30,7 @@ from polar_proxy.cli.harness import find_adapter
 from polar_proxy.cli.output import make_table, print_note, print_result
 from polar_proxy.config import child_environment
 from polar_proxy.errors import UsageError
-from polar_proxy.temporary import left_folders, temporary_folder
+from polar_proxy.temporary import abandoned_folders, temporary_folder
 from sandboxes.remove_tree import remove_tree
 
 _START = "polar_connect_start"
@@ -204,7 +204,7 @@ def _start(
 ) -> int:
     """Run the agent in the current folder, with its settings in a private folder, and return its exit code."""
     parent.mkdir(parents=True, exist_ok=True)
-    for folder in left_folders(parent):
+    for folder in abandoned_folders(parent):
         remove_tree(folder)
     with temporary_folder(parent) as home:
         connection = harness.connect(session.endpoint(home))

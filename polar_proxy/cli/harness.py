@@ -206,7 +206,7 @@ def check(
 
     The exit code is 1 if something is missing.
     """
-    from polar_proxy.conformance.preflight import PreflightCheck, check_in_sandbox, check_version
+    from polar_proxy.conformance.preflight import PreflightCheck, check_in_sandbox, check_tested_version
 
     cache = load_settings().harness_cache
     adapter, version = find_adapter(name, version)
@@ -221,7 +221,7 @@ def check(
         else:
             checks = [
                 PreflightCheck("installed", "ok", f"{installed.version} in {installed.root}"),
-                *check_version(adapter, installed),
+                *check_tested_version(adapter, installed),
                 *run_async(check_in_sandbox(adapter, installed, sandbox)),  # type: ignore[arg-type]
             ]
     good = all(one.state in ("ok", "note") for one in checks)

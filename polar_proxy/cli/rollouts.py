@@ -6,6 +6,7 @@ process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -25,6 +26,7 @@ from polar_proxy.cli.common import (
     load_client_settings,
     load_settings,
     make_request,
+    observe_warnings,
     open_database,
     read_store_or_server,
     run_async,
@@ -172,36 +174,33 @@ async def _run(
     quiet: bool,
 ) -> None:
     """Run the tasks and report their rollouts; if the run is cancelled, report the finished ones."""
-    from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollouts import local_gateway, recover, run_job
     from polar_proxy.telemetry import traced
-    from polar_proxy.traces.grades import DistributionNotes
 
     view = RolloutProgressView(quiet=quiet)
-    async with open_database(settings, create=True) as store:
+    async with contextlib.AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_database(settings, create=True))
         for line in await recover(store):
             print_note(line)
         print_note(f"database: {store.display_url}")
-        async with make_engine(settings.engine) as engine:
-            print_note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
-            async with local_gateway(settings, engine, store) as gateway:
-                gateway.observe(view.call)
-                gateway.observe(DistributionNotes(print_note))
-                if is_bundled(settings.engine):
-                    gateway.observe(OtherAgentWarning())
-                tracing = traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of)
-                try:
-                    async with tracing as on_rollout_end:
-                        with view.show():
-                            rows = await run_job(
-                                tasks, spec, settings, engine, store, gateway, view, view.note, code, on_rollout_end
-                            )
-                except asyncio.CancelledError:
-                    known = [await store.rollouts.get(rollout_id) for rollout_id in view.rollout_ids]
-                    report([row for row in known if row is not None and row.final and row.status != "cancelled"])
-                    raise
-        report(rows)
+        engine = await stack.enter_async_context(make_engine(settings.engine))
+        print_note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
+        gateway = await stack.enter_async_context(local_gateway(settings, engine, store))
+        gateway.observe(view.call)
+        observe_warnings(gateway, settings, print_note)
+        tracing = traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of)
+        try:
+            async with tracing as on_rollout_end:
+                with view.show():
+                    rows = await run_job(
+                        tasks, spec, settings, engine, store, gateway, view, view.note, code, on_rollout_end
+                    )
+        except asyncio.CancelledError:
+            known = [await store.rollouts.get(rollout_id) for rollout_id in view.rollout_ids]
+            report([row for row in known if row is not None and row.final and row.status != "cancelled"])
+            raise
+    report(rows)
 
 
 # Jobs of a server

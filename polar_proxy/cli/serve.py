@@ -21,6 +21,7 @@ from polar_proxy.cli.common import (
     import_named_code,
     is_local_url,
     load_settings,
+    observe_warnings,
     open_database,
     run_async,
 )
@@ -128,7 +129,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         exports = await stack.enter_async_context(ExportProcesses(store.database.url))
         context = ApiContext(store, settings, service, engine, engines, exports=exports)
         _add_api_and_pages(gateway, context)
-        _add_warnings(gateway, settings)
+        observe_warnings(gateway, settings, log.warning)
         # Also before the gateway listens: the key, and the sandbox's test, which takes seconds.
         key_file = await local_admin_key(store, settings.home)
         if service is not None:
@@ -156,17 +157,6 @@ def _add_api_and_pages(gateway: Gateway, context: ApiContext) -> None:
 
     gateway.include(API_ROUTES, **server_state(context))
     gateway.include(create_view_router(context, open_on_loopback=gateway.sessions.open_to_all))
-
-
-def _add_warnings(gateway: Gateway, settings: Settings) -> None:
-    """Warn when sampling parameters make traces approximate, and when an agent other than mini-swe-agent uses the
-    bundled policy."""
-    from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
-    from polar_proxy.traces.grades import DistributionNotes
-
-    gateway.observe(DistributionNotes(log.warning))
-    if is_bundled(settings.engine):
-        gateway.observe(OtherAgentWarning())
 
 
 def _print_ready(gateway: Gateway, db: str, model: str, key_file: Path) -> None:
@@ -228,7 +218,7 @@ def node(
     run_async(_join_cluster(ray_address, sandboxes, scoring, ray_options or []))
 
 
-async def _join_cluster(address: str, sandboxes: int | None, scoring: int | None, options: list[str]) -> None:
+async def _join_cluster(address: str, sandboxes: int | None, scoring: int | None, ray_options: list[str]) -> None:
     from polar_proxy.rollouts.admission import free_memory_mb
     from polar_proxy.rollouts.cluster import SANDBOX_RESOURCE, SCORING_RESOURCE, agent_capacity
     from sandboxes import orphans
@@ -244,7 +234,7 @@ async def _join_cluster(address: str, sandboxes: int | None, scoring: int | None
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
         *("--address", address),
         *("--resources", json.dumps({SANDBOX_RESOURCE: capacity, SCORING_RESOURCE: scoring or cpus})),
-        *options,
+        *ray_options,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=sys.stderr,
         start_new_session=True,

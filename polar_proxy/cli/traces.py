@@ -384,32 +384,36 @@ def _export_counts(report: Json) -> str:
     return f"{report['rows']} rows from {report['rollouts']} rollouts and {report['sessions']} other sessions"
 
 
+def open_output(file: str) -> contextlib.AbstractContextManager[BinaryIO]:
+    """Open standard output (`-`), or a file that gets its name only when it is complete."""
+    return _open_stdout() if file == "-" else _open_file(file)
+
+
 @contextlib.contextmanager
-def open_output(file: str) -> Iterator[BinaryIO]:
-    """Yield standard output, or a file that gets its name only when it is complete."""
-    if file == "-":
+def _open_stdout() -> Iterator[BinaryIO]:
+    try:
         try:
-            try:
-                yield cast(BinaryIO, JsonOutput())
-            finally:
-                sys.stdout.flush()
-        except BrokenPipeError:  # the reader (`| head`) ended; Python's own flush at exit must not fail again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from None
-        return
+            yield cast(BinaryIO, JsonOutput())
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader (`| head`) ended; Python's own flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _open_file(file: str) -> Iterator[BinaryIO]:
     path = Path(file).resolve()
     if not file or path.is_dir():
         raise UsageError(f"Cannot write {file!r}: --out must name a file, not a folder.")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    replaces = path.is_file() or not path.exists()  # /dev/null or a named pipe is written to, never replaced
     try:
-        if path.exists() and not path.is_file():  # /dev/null or a named pipe: write to it, never replace it
-            with path.open("wb") as target:
-                yield target
-            return
-        with partial.open("wb") as target:
+        with (unfinished if replaces else path).open("wb") as target:
             yield target
-        partial.replace(path)
+        if replaces:
+            unfinished.replace(path)
     except OSError as error:
         raise UsageError(f"Cannot write {file}: {error.strerror}.") from error
     finally:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)

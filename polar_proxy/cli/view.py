@@ -51,7 +51,7 @@ def _show(server: str, name: str | None, as_json: bool, no_browser: bool) -> Non
     """Print the URL of a page, and open it in the browser."""
     from urllib.parse import urlencode
 
-    is_local_url(server)
+    is_local_url(server)  # validates it
     page = f"{server}/" if name is None else f"{server}/view/find?{urlencode({'name': name})}"
     if as_json:
         print_json({"url": page})

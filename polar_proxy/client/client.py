@@ -57,15 +57,13 @@ class Client(ApiMethods):
         """Send one request, with retries, and return its parsed response."""
         budget = RetryBudget(self._tries, call.idempotent)
         while True:
-            reply: httpx.Response | httpx.TransportError
             try:
-                reply = self._http.send(call.request(self._http))
+                response = self._http.send(call.request(self._http))
+                if (pause := budget.pause_after_response(response)) is None:
+                    return call.read(response.content)
             except httpx.TransportError as error:
-                reply = error
-            pause = budget.pause(reply)
-            if pause is None and isinstance(reply, httpx.Response):
-                return call.read(reply.content)
-            time.sleep(pause or 0.0)
+                pause = budget.pause_after_error(error)
+            time.sleep(pause)
 
     def stream(self, stream: ApiStream[T]) -> Iterator[T]:
         """Yield the values of a stream as they arrive, and reconnect if the connection breaks."""
@@ -117,15 +115,13 @@ class AsyncClient(ApiMethods):
     async def send(self, call: ApiCall[T]) -> T:
         budget = RetryBudget(self._tries, call.idempotent)
         while True:
-            reply: httpx.Response | httpx.TransportError
             try:
-                reply = await self._http.send(call.request(self._http))
+                response = await self._http.send(call.request(self._http))
+                if (pause := budget.pause_after_response(response)) is None:
+                    return call.read(response.content)
             except httpx.TransportError as error:
-                reply = error
-            pause = budget.pause(reply)
-            if pause is None and isinstance(reply, httpx.Response):
-                return call.read(reply.content)
-            await asyncio.sleep(pause or 0.0)
+                pause = budget.pause_after_error(error)
+            await asyncio.sleep(pause)
 
     async def stream(self, stream: ApiStream[T]) -> AsyncIterator[T]:
         reader = StreamReader(stream, self._tries)

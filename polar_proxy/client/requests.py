@@ -142,36 +142,36 @@ def quote_segment(value: str) -> str:
 
 @dataclass(slots=True)
 class RetryBudget:
-    """Decides for each reply to a request: accept it, raise a typed error, or try again after a pause."""
+    """Decides after each try of a request: accept the response, raise a typed error, or try again after a pause."""
 
     tries: int
     idempotent: bool
     _tried: int = 0
 
-    def pause(self, reply: httpx.Response | httpx.TransportError) -> float | None:
-        """Return the seconds until the next try, or None if the reply is a success.
+    def pause_after_error(self, error: httpx.TransportError) -> float:
+        """Return the seconds until the next try. Raises UnreachableError if the request is not to be tried again."""
+        self._tried += 1
+        # Without a connection the server did not see the request, so that any request may be sent again.
+        unsent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
+        if self._tried < self.tries and (self.idempotent or unsent):
+            return min(MAX_PAUSE_SECONDS, 0.2 * 2.0**self._tried) * random.uniform(0.5, 1.0)
+        raise UnreachableError(
+            f"No answer from {_origin(error)}: {error or type(error).__name__}. Is `polar serve` running there?"
+        ) from error
 
-        The body of an error response must have been read. Raises the reply's typed error if the request is not to be
-        tried again.
+    def pause_after_response(self, response: httpx.Response) -> float | None:
+        """Return the seconds until the next try, or None if the response is a success.
+
+        The body of an error response must have been read. Raises its typed error if the request is not to be tried
+        again.
         """
         self._tried += 1
-        if isinstance(reply, httpx.TransportError):
-            # Without a connection the server did not see the request, so that any request may be sent again.
-            unsent = isinstance(reply, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
-            if self._tried < self.tries and (self.idempotent or unsent):
-                return self._backoff()
-            raise UnreachableError(
-                f"No answer from {_origin(reply)}: {reply or type(reply).__name__}. Is `polar serve` running there?"
-            ) from reply
-        if reply.status_code < 400:
+        if response.status_code < 400:
             return None
-        wait = reply.headers.get("retry-after", "")
-        if self._tried < self.tries and reply.status_code in _RETRY_STATUSES and wait.isdecimal():
+        wait = response.headers.get("retry-after", "")
+        if self._tried < self.tries and response.status_code in _RETRY_STATUSES and wait.isdecimal():
             return float(wait)
-        raise error_from_response(reply.status_code, reply.content)
-
-    def _backoff(self) -> float:
-        return float(min(MAX_PAUSE_SECONDS, 0.2 * 2**self._tried) * random.uniform(0.5, 1.0))
+        raise error_from_response(response.status_code, response.content)
 
 
 def _origin(error: httpx.TransportError) -> str:
@@ -313,7 +313,7 @@ class StreamReader(Generic[T]):
     def opened(self, response: httpx.Response) -> bool:
         """Return True to read the response, or False to connect again after `pause`. Raises the typed error if the
         server refuses."""
-        pause = self._budget.pause(response)
+        pause = self._budget.pause_after_response(response)
         self.pause = RECONNECT_SECONDS if pause is None else pause
         return pause is None
 
@@ -326,7 +326,7 @@ class StreamReader(Generic[T]):
         if not self.decoder.resumable:
             problem = f"The answer from {_origin(error)} broke off: {error or type(error).__name__}"
             raise UnreachableError(f"{problem}. The answer cannot be continued. Send the request again.")
-        self.pause = self._budget.pause(error) or RECONNECT_SECONDS
+        self.pause = self._budget.pause_after_error(error)
         self.decoder.connection_lost()
 
 

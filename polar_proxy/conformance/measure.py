@@ -98,37 +98,38 @@ async def measure(
 ) -> tuple[HarnessRow, list[ScenarioRun]]:
     """Run the scenarios that the checks need, and evaluate the checks. Return the row for the report, and the runs."""
     profile, started = profile_of(adapter), time.monotonic()
-    wanted = [name for name in CHECKS if name in check_names]
-    results = {name: _not_applicable(name, profile, adapter.info) for name in wanted if CHECKS[name].scenario}
     scripted = isinstance(runner.engine, ScriptedEngine)
-    if not scripted:
-        reason = "needs the scripted engine: the answers of another one are unknown"
-        results = {name: result or CheckResult("not run", reason) for name, result in results.items()}
+    wanted = [name for name in CHECKS if name in check_names]
+    skipped = {name: result for name in wanted if (result := _skip(name, profile, adapter.info, scripted=scripted))}
     played: dict[str, list[ScenarioRun]] = {}
-    for scenario in _needed_scenarios(results) if scripted else [BASIC]:
+    for scenario in _needed_scenarios(set(wanted) - skipped.keys()):
         progress(title + scenario.title)
         played[scenario.name] = await _play(runner, profile, scenario, adapter, installed, slow)
     runs = [run for some in played.values() for run in some]
     row = _row(adapter, installed, runs)
-    for name in wanted:
-        row.checks[name] = results.get(name) or _evaluate(name, played)
+    row.checks = {name: skipped.get(name) or _evaluate(name, played) for name in wanted}
     row.seconds = round(time.monotonic() - started, 1)
     return row, runs
 
 
-def _not_applicable(name: str, profile: HarnessProfile, info: HarnessInfo) -> CheckResult | None:
-    """Return the result `n/a` if the check does not apply to this harness, else None."""
+def _skip(name: str, profile: HarnessProfile, info: HarnessInfo, *, scripted: bool) -> CheckResult | None:
+    """Return the result of a check that needs no run, because it does not apply to the harness or the engine; None for
+    any other check. `scripted`: whether the engine is the scripted one."""
+    if CHECKS[name].scenario is None:
+        return None
     if name in profile.not_applicable:
         return CheckResult("n/a", profile.not_applicable[name])
     if name == "second_turn" and "resume" not in info.features:
         return CheckResult("n/a", "it can continue its last conversation only when it is given an id")
     if name == "subagent" and profile.start_subagent is None:
         return CheckResult("n/a", "it has no sub-agents")
+    if not scripted:
+        return CheckResult("not run", "needs the scripted engine: the answers of another one are unknown")
     return None
 
 
-def _needed_scenarios(results: Mapping[str, CheckResult | None]) -> list[Scenario]:
-    names = {CHECKS[name].scenario for name, result in results.items() if result is None}
+def _needed_scenarios(check_names: Iterable[str]) -> list[Scenario]:
+    names = {CHECKS[name].scenario for name in check_names}
     return [scenario for scenario in SCENARIOS if scenario.name in names] or [BASIC]
 
 
@@ -149,14 +150,14 @@ async def _play(
     runs: list[ScenarioRun] = []
     left: list[FaultKind] = list(scenario.faults)
     while left:
-        at_once = left[:1] if profile.one_request_per_turn else left
-        faults = {number + (not profile.one_request_per_turn): kind for number, kind in enumerate(at_once)}
+        # One fault in each step after the first, or in the only step of a harness that has one.
+        faults = {0: left[0]} if profile.one_request_per_turn else dict(enumerate(left, 1))
         model = ScriptedModel(profile, scenario, slow, faults)
         runs.append(await runner.play(model, adapter, installed))
-        hit = {request.fault for request in model.requests}
-        if not hit & set(left):
+        occurred = {request.fault for request in model.requests}
+        if occurred.isdisjoint(left):
             break
-        left = [kind for kind in left if kind not in hit]
+        left = [kind for kind in left if kind not in occurred]
     return runs
 
 

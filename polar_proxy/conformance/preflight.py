@@ -51,7 +51,7 @@ class InstallCheck(PreflightCheck):
     """True if Polar's demo cannot run without this part."""
 
 
-def check_version(adapter: HarnessAdapter, installed: Installation) -> list[PreflightCheck]:
+def check_tested_version(adapter: HarnessAdapter, installed: Installation) -> list[PreflightCheck]:
     """Return a note if the adapter was not tested with the installed version."""
     low, high = adapter.info.tested_versions or (adapter.default_version, adapter.default_version)
     if low == high == "any" or _version_key(low) <= _version_key(installed.version) <= _version_key(high):

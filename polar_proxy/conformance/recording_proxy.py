@@ -56,10 +56,12 @@ class RecordingProxy:
     request and returns whether the connection shall be broken in the middle of the answer.
     """
 
-    def __init__(self, host: str, port: int, committed: Callable[[str], bool]) -> None:
+    def __init__(
+        self, host: str, port: int, committed: Callable[[str], bool], should_cut: Callable[[Exchange], bool]
+    ) -> None:
         self._upstream = (host, port)
         self.committed = committed
-        self.should_cut: Callable[[Exchange], bool] = lambda exchange: False
+        self.should_cut = should_cut
         self.exchanges: list[Exchange] = []
         self._connections: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.Server] = []
@@ -74,17 +76,14 @@ class RecordingProxy:
     async def __aexit__(self, *_: object) -> None:
         for server in self._servers:
             server.close()
-        await self.close_connections()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def serve_on(self, listener: socket.socket) -> None:
         """Listen on one more socket, such as one inside a sandbox's network. The socket is closed at the end of the
         proxy."""
         self._servers.append(await asyncio.start_server(self._accept, sock=listener))
-
-    async def close_connections(self) -> None:
-        for task in list(self._connections):
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -7,7 +7,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self, runtime_checkable
 
 from harness_adapters.base import ExitOutcome, HarnessAdapter, HarnessError, Installation, LaunchContext, LaunchPlan
@@ -88,7 +88,7 @@ async def choose_kind(sandbox: str) -> SandboxKind:
 
 
 class ScenarioRunner:
-    """A gateway and a recording proxy in front of it. `patience` multiplies the time limit of each program."""
+    """Runs scenarios on one gateway. `patience` multiplies the time limit of each program."""
 
     def __init__(
         self,
@@ -112,8 +112,6 @@ class ScenarioRunner:
         settings = GatewaySettings(host="127.0.0.1", port=0, require_known_keys=True, prompt_mode=self._prompt_mode)
         self.gateway = await self._stack.enter_async_context(Gateway(self.engine, self._store, settings, grace=2))
         self.gateway.observe(lambda record: self._committed.add(record.call_id))
-        proxy = RecordingProxy("127.0.0.1", self.gateway.port, self._committed.__contains__)
-        self._proxy = await self._stack.enter_async_context(proxy)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -125,44 +123,39 @@ class ScenarioRunner:
         The harness is started once, or twice if the scenario has a second user turn and the first start succeeds. If
         the sandbox does not open or the harness cannot be started, the result has only a `fault`.
         """
-        run = ScenarioRun(model)
-        self._proxy.exchanges = run.exchanges
-        self._proxy.should_cut = model.should_cut
+        proxy = RecordingProxy("127.0.0.1", self.gateway.port, self._committed.__contains__, model.should_cut)
+        run = ScenarioRun(model, exchanges=proxy.exchanges)
         if isinstance(self.engine, ScriptableEngine):
             self.engine.script = model
         key = new_key()
         session = await self._store.sessions.create(key_hash=hash_key(key), label=None, policy=None, origin="key")
         try:
-            async with self._sandbox(installed) as (sandbox, url):
-                turns = 2 if model.scenario.second else 1
-                for turn in range(turns):
-                    context = LaunchContext(
-                        base_url=url + "/v1",
-                        api_key=key,
-                        model=self.engine.info.model,
-                        instruction=model.instruction(turn),
-                        home=sandbox.home,
-                        workdir=sandbox.workdir,
-                        max_steps=model.profile.max_steps,
-                        resume=turn > 0,
-                        context_length=model.profile.context_window,
-                    )
-                    run.starts.append(await self._start(run, sandbox, adapter.launch(installed, context), adapter))
-                    if turn + 1 == turns:
-                        await sandbox.kill_all()  # not before: an ACP agent stays alive between the turns of a dialogue
-                    if run.last.outcome != "ok":
-                        break
+            async with proxy, self._sandbox(installed, proxy) as (sandbox, url):
+                context = LaunchContext(
+                    base_url=url + "/v1",
+                    api_key=key,
+                    model=self.engine.info.model,
+                    instruction=model.instruction(0),
+                    home=sandbox.home,
+                    workdir=sandbox.workdir,
+                    max_steps=model.profile.max_steps,
+                    context_length=model.profile.context_window,
+                )
+                await self._run_program(run, sandbox, adapter.launch(installed, context), adapter)
+                if model.scenario.second and run.last.outcome == "ok":
+                    context = replace(context, instruction=model.instruction(1), resume=True)
+                    await self._run_program(run, sandbox, adapter.launch(installed, context), adapter)
         except (HarnessError, SandboxError, OSError, TimeoutError) as error:
             return ScenarioRun(model, fault=f"{type(error).__name__}: {error}")
         finally:
-            await self._proxy.close_connections()
             with contextlib.suppress(TimeoutError):
                 await self.gateway.sessions.idle(session.session_id, timeout=_SETTLE_SECONDS)
         run.calls = list(await self._store.calls.of_session(session.session_id))
         return run
 
     @contextlib.asynccontextmanager
-    async def _sandbox(self, installed: Installation) -> AsyncIterator[tuple[Sandbox, str]]:
+    async def _sandbox(self, installed: Installation, proxy: RecordingProxy) -> AsyncIterator[tuple[Sandbox, str]]:
+        """Open a sandbox with a small repository; yield it with the URL at which programs inside reach the proxy."""
         spec = SandboxSpec(
             mounts=tuple(Mount(path, str(path)) for path in installed.mounts),
             limits=ResourceLimits(memory_mb=None if self._kind == "process" else 4096),
@@ -174,13 +167,14 @@ class ScenarioRunner:
                 await sandbox.write(f"{sandbox.workdir}/a.txt", b"hello\n")
                 await sandbox.exec(["sh", "-c", _REPOSITORY], timeout=30)
                 listener = await sandbox.listen()
-                port = self._proxy.port
+                port = proxy.port
                 if listener is not None:
                     port = listener.getsockname()[1]
-                    await self._proxy.serve_on(listener)
+                    await proxy.serve_on(listener)
             yield sandbox, f"http://127.0.0.1:{port}"
 
-    async def _start(self, run: ScenarioRun, sandbox: Sandbox, plan: LaunchPlan, adapter: HarnessAdapter) -> ProgramRun:
+    async def _run_program(self, run: ScenarioRun, sandbox: Sandbox, plan: LaunchPlan, adapter: HarnessAdapter) -> None:
+        """Run the program until it ends, reaches its time limit or is killed, and add the result to `run.starts`."""
         for name, text in plan.files.items():
             await sandbox.write(f"{sandbox.home}/{name}", text.encode(), 0o600)
         model = run.model
@@ -204,7 +198,7 @@ class ScenarioRunner:
             result = program.result()
             exit_code = None if result.timed_out else result.exit_code
         outcome, detail = adapter.interpret(exit_code, tail[-_TAIL:].decode(errors="replace"))
-        return ProgramRun(exit_code, outcome, detail, time.monotonic() - began)
+        run.starts.append(ProgramRun(exit_code, outcome, detail, time.monotonic() - began))
 
     async def _wait_for_answer(self, run: ScenarioRun, program: asyncio.Task[object]) -> None:
         """Wait until the first request has been in the engine for `_BEFORE_KILL` seconds, or the program has ended."""

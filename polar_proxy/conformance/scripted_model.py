@@ -187,7 +187,7 @@ class ScriptedModel:
 
     def _classify(self, request: ChatRequest) -> tuple[RequestKind, int]:
         text = orjson.dumps([message.to_openai() for message in request.messages]).decode()
-        texts = RequestTexts.of(request.messages, request)
+        texts = RequestTexts.of(request.messages, has_tools=bool(request.tools))
         if match(COMPACTION_REQUESTS, texts, NO_METADATA) is not None:
             return "compaction", self._next_step(text, "main")
         if match(SIDE_CALLS, texts, NO_METADATA) is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from polar_proxy.dialects.fields import object_schema
 from polar_proxy.dialects.wire import to_json
 from polar_proxy.types import Json
 
@@ -30,8 +31,7 @@ def custom_parameters(description: Any, form: Any) -> Json:
     lines.append("Give the whole text as the string `input`.")
     if isinstance(form, dict) and isinstance(form.get("definition"), str):
         lines.append(f"The text must follow this {form.get('syntax') or ''} grammar:\n{form['definition']}")
-    parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-    return {"description": "\n\n".join(lines), "parameters": parameters}
+    return {"description": "\n\n".join(lines), "parameters": object_schema(["input"], input={"type": "string"})}
 
 
 def custom_input(arguments: str) -> str | None:
@@ -50,18 +50,15 @@ def begins_as_input(arguments: str) -> bool:
     return _HEAD.match(arguments) is not None
 
 
-def custom_arguments(text: str, path: str, *, raw: bool = False) -> str:
+def custom_arguments(text: str, path: str) -> str:
     """Return the arguments of a custom tool's call from the text that the client sends back. Raises RequestError.
 
-    `path`: the path of the text in the body, for errors. `raw`: True if `text` is known to be the whole argument
-    string, which is then returned unchanged.
+    A text that begins with `{"input": "`, but is not of the form `{"input": text}` as a whole, is the argument string
+    itself. `path`: the path of the text in the body, for errors.
     """
-    return text if raw or is_broken_input(text) else to_json({"input": text}, path).decode()
-
-
-def is_broken_input(arguments: str) -> bool:
-    """Return whether the arguments begin with `{"input": "`, but are not of the form `{"input": text}` as a whole."""
-    return begins_as_input(arguments) and custom_input(arguments) is None
+    if begins_as_input(text) and custom_input(text) is None:
+        return text
+    return to_json({"input": text}, path).decode()
 
 
 class CustomInputDecoder:

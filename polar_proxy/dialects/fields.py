@@ -134,6 +134,10 @@ def function_tool(name: str, description: object, parameters: Json | None) -> Js
     return {"type": "function", "function": function}
 
 
+def object_schema(required: list[str], **properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": required}
+
+
 def text_part(text: str) -> Json:
     return {"type": "text", "text": text}
 

@@ -19,6 +19,9 @@ from typing import Self
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TokenIds
 
+GREEDY_BELOW = 1e-5
+"""At a lower temperature, the most likely token is taken, as in vLLM."""
+
 
 class CannotContinueError(RequestError):
     """The engine cannot sample this conversation from exact token ids. `reason` says why, with the remedy if known."""

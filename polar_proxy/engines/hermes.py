@@ -35,6 +35,8 @@ off: answers of this model have none; tags: an answer may begin with `<think>`; 
 reasoning; implied: every answer begins in reasoning, with or without a `<think>` tag; implied_call: the same,
 and a tool call ends the reasoning as `</think>` does. (vLLM's reasoning parsers are of the last two kinds.)"""
 
+PROMPT_TAIL = 16
+"""Number of tokens at the end of a prompt in which an open reasoning tag is looked for."""
 _JSON = JSONDecoder()
 _MARK = re.compile(rf'"|\\.|{END_CALL}', re.DOTALL)
 _SEPARATORS = re.compile(r"[ \t\r\n,:]*")

@@ -221,7 +221,7 @@ class _ClientConnection(asyncio.Protocol):
         self.resume_reading()
         response.end()
         if self.usable and self._parser.should_keep_alive():
-            self._client.idle(self)
+            self._client.release(self)
         else:
             self.drop()
 
@@ -303,7 +303,7 @@ class HttpClient:
 
     # Called by connections
 
-    def idle(self, connection: _ClientConnection) -> None:
+    def release(self, connection: _ClientConnection) -> None:
         if self._retired:
             connection.drop()
             return

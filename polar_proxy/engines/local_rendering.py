@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _COMPARE_EVERY = 32
 _LARGE_TEXT = 16_384
 """Texts of at least this many characters are encoded in a thread."""
-_KEPT_PROOFS = 1024
+_KEPT_COMPARISONS = 1024
 _FORMS = tuple(
     MessageForm(parts, tools, drops)
     for drops in (False, True)
@@ -61,35 +61,36 @@ class LocalRenderer(Generic[Rendering]):
         self,
         template: ModelTemplate,
         form: MessageForm,
-        render: Render[Rendering],
+        server_render: Render[Rendering],
         encode: Callable[[str], Rendering],
     ) -> None:
-        """`render` returns the server's rendering, as ids or text. `encode` converts a text that was rendered here to
-        the same type."""
+        """`server_render` returns the server's rendering, as ids or text. `encode` converts a text that was rendered
+        here to the same type."""
         self._template = template
         self._encode: Callable[[str], Rendering] = encode
         self._form = form
-        self._render: Render[Rendering] = render
-        self._proved: dict[bytes, bool] = {}
+        self._server_render: Render[Rendering] = server_render
+        self._equal: dict[bytes, bool] = {}
+        """Result of the last comparison, by `_key`."""
         self._last_key: tuple[tuple[object, object], bytes] = (None, None), b""
         self._count = 0
         self._thread = OffloadThread("render")
 
     @classmethod
     async def find(
-        cls, template: ModelTemplate, render: Render[Rendering], encode: Callable[[str], Rendering]
+        cls, template: ModelTemplate, server_render: Render[Rendering], encode: Callable[[str], Rendering]
     ) -> LocalRenderer[Rendering] | None:
         """Return a renderer with the `MessageForm` that gives the server's renderings of the test conversation.
 
         Returns None if no form does.
         """
         requests = [ChatRequest("", _CONVERSATION[:end], tools=tools) for end in (2, 4, 6) for tools in ((), (_TOOL,))]
-        wanted = [await _unless_refused(render(request)) for request in requests]
-        closed = await _unless_refused(render(requests[-1], generation=False))
+        expected = [await _unless_refused(server_render(request)) for request in requests]
+        expected_unopened = await _unless_refused(server_render(requests[-1], generation=False))
         for form in _FORMS:
-            renderer = cls(template, form, render, encode)
-            made = [renderer._rendered(request) for request in requests]
-            if made == wanted and renderer._rendered(requests[-1], generation=False) == closed:
+            renderer = cls(template, form, server_render, encode)
+            rendered = [renderer._local_render(request) for request in requests]
+            if rendered == expected and renderer._local_render(requests[-1], generation=False) == expected_unopened:
                 return renderer
         log.info(
             "the server renders conversations differently from its model's template, so the server renders all of them"
@@ -99,7 +100,7 @@ class LocalRenderer(Generic[Rendering]):
     def close(self) -> None:
         self._thread.close()
 
-    async def renders(self, requests: Sequence[ChatRequest]) -> bool:
+    async def matches_server(self, requests: Sequence[ChatRequest]) -> bool:
         """Return whether this process renders these requests as the server does.
 
         If the tools and template options of the last of these requests are new, its rendering is first compared with
@@ -108,8 +109,8 @@ class LocalRenderer(Generic[Rendering]):
         if not all(message.role in _ROLES for request in requests for message in request.messages):
             return False
         last = requests[-1]
-        proved = self._proved.get(self._key(last))
-        return await self._compare(last) if proved is None else proved
+        equal = self._equal.get(self._key(last))
+        return await self._compare(last) if equal is None else equal
 
     async def texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
         render = self._template.render
@@ -128,22 +129,22 @@ class LocalRenderer(Generic[Rendering]):
         template options.
         """
         self._count += 1
-        proved = self._proved.get(self._key(request))
-        return await self._compare(request) if proved is None or self._count % _COMPARE_EVERY == 0 else proved
+        equal = self._equal.get(self._key(request))
+        return await self._compare(request) if equal is None or self._count % _COMPARE_EVERY == 0 else equal
 
     async def _compare(self, request: ChatRequest) -> bool:
-        wanted = await self._render(request)
+        expected = await self._server_render(request)
         # In the thread even if the request is not large: a whole conversation is encoded, which takes milliseconds.
-        same = wanted == await self._thread.run(True, self._rendered, request)
-        if not same:
+        equal = expected == await self._thread.run(True, self._local_render, request)
+        if not equal:
             log.warning(
                 "this process and the server render a conversation differently, so from now on the server renders "
                 "conversations with the same tools and template options"
             )
-        if len(self._proved) >= _KEPT_PROOFS:
-            self._proved.clear()
-        self._proved[self._key(request)] = same
-        return same
+        if len(self._equal) >= _KEPT_COMPARISONS:
+            self._equal.clear()
+        self._equal[self._key(request)] = equal
+        return equal
 
     def _key(self, request: ChatRequest) -> bytes:
         """Return a digest of what a rendering depends on besides the messages.
@@ -158,7 +159,7 @@ class LocalRenderer(Generic[Rendering]):
             self._last_key = parts, key
         return key
 
-    def _rendered(self, request: ChatRequest, *, generation: bool = True) -> Rendering | None:
+    def _local_render(self, request: ChatRequest, *, generation: bool = True) -> Rendering | None:
         try:
             return self._encode(self._template.render(request, self._form, generation=generation))
         except RequestError:
@@ -186,7 +187,7 @@ class LocallyRenderingEngine(ServerEngine):
         await super().__aexit__(kind, error, trace)
 
     async def render_texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
-        if self._local is not None and await self._local.renders(requests):
+        if self._local is not None and await self._local.matches_server(requests):
             return await self._local.texts(requests, generation=generation)
         return await self._texts_of_server(requests, generation)
 
@@ -194,6 +195,6 @@ class LocallyRenderingEngine(ServerEngine):
         return await super().render_texts(requests, generation=generation)
 
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
-        if self._local is not None and await self._local.renders([request]):
+        if self._local is not None and await self._local.matches_server([request]):
             return await self._local.confirm(request)
         return await super().confirm_rendering(request, end)

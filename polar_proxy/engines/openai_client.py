@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import orjson
 
@@ -47,6 +47,9 @@ ErrorReader = Callable[[Any, int, str], PolarError]
 
 class OpenAIClient:
     """Connections to one server. Every error it raises is an `EngineError` or a `RequestError`."""
+
+    missing_field_hint: ClassVar[str] = ""
+    """Added to the error about a field that is missing in an answer."""
 
     def __init__(
         self,
@@ -139,6 +142,13 @@ class OpenAIClient:
         if response.status != 200:
             raise await self.failure(response)
         return parse_json(await self.read(response), self.url)
+
+    def field(self, answer: Any, name: str) -> Any:
+        """Return a field of an answer. Raises EngineError if it is missing."""
+        value = answer.get(name) if isinstance(answer, dict) else None
+        if value is None:
+            raise EngineError(f"{self.name} sent an answer without {name!r}.{self.missing_field_hint}")
+        return value
 
     async def events(
         self, response: HttpResponse, decoder: AnswerDecoder, *, stream: bool
@@ -284,8 +294,8 @@ class ServerEngine(Engine):
         self.client.opened = True
         try:
             self._info = await self._connect()
-        except BaseException:
-            self.client.close()
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
             raise
         return self
 
@@ -293,3 +303,6 @@ class ServerEngine(Engine):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.client.close()
+
+    async def health(self) -> str | None:
+        return await self.client.health()

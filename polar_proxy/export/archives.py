@@ -15,7 +15,7 @@ from polar_proxy.store import Store
 from polar_proxy.store.maintenance.archive_import import MAX_BYTES, ArchiveCounts
 from polar_proxy.store.maintenance.verify import ProgressCallback, no_progress
 from polar_proxy.tasks import task_from_json
-from polar_proxy.traces.certificate import SCHEMA, StoredCertificate
+from polar_proxy.traces.certificate import CERTIFICATE_SCHEMA, StoredCertificate
 
 
 async def import_archive(
@@ -39,7 +39,7 @@ def _check_certificate(certificate: Any) -> None:
     Certificates of earlier versions are not checked, because Polar keeps them but never uses them (see
     `certificate.restore`).
     """
-    if certificate.get("schema") in range(1, SCHEMA):
+    if certificate.get("schema") in range(1, CERTIFICATE_SCHEMA):
         return
     try:
         StoredCertificate.model_validate(certificate)

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 
 from polar_proxy.export.conversations import ConversationReader
 from polar_proxy.export.text_conversations import text_conversations
-from polar_proxy.traces.rows import SCHEMA, trace_identity, write_row
-from polar_proxy.types import CallRecord, Json, Trace
+from polar_proxy.traces.rows import ROW_SCHEMA, trace_identity, write_row
+from polar_proxy.types import CallRecord, Choice, Json, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def jsonl(session: SessionExport) -> Iterator[Json]:
     """Yield one row. Its `calls` are an iterator, because a list of a long session's calls would take much memory."""
     reader = ConversationReader()
     yield {
-        "schema": SCHEMA,
+        "schema": ROW_SCHEMA,
         **session.rollout,
         "calls": (
             {
@@ -78,20 +78,22 @@ def chat_jsonl(session: SessionExport) -> Iterator[Json]:
         last = trace.spans[-1]
         call = calls[last.call_id]
         choice = next(choice for choice in call.choices if choice.index == last.choice)
-        row = reader.read(call)
-        row["messages"].append(choice.message.to_openai())
-        if row["tools"] is None:
-            del row["tools"]
-        yield {**row, **trace_identity(trace, session.rollout)}
+        yield {**_chat(reader, call, choice), **trace_identity(trace, session.rollout)}
     for conversation in text_conversations(session.calls, session.excluded):
         call = conversation.last
-        row = reader.read(call)
-        row["messages"].append(call.choices[0].message.to_openai())
-        if row["tools"] is None:
-            del row["tools"]
-        identity = {"schema": SCHEMA, **session.rollout, "trace_id": None, "grade": None, "call_id": call.call_id}
+        identity = {"schema": ROW_SCHEMA, **session.rollout, "trace_id": None, "grade": None, "call_id": call.call_id}
         prices = [one.price_usd for one in conversation.calls]
-        yield {**row, **identity, "price_usd": None if None in prices else sum(filter(None, prices))}
+        price = None if None in prices else sum(filter(None, prices))
+        yield {**_chat(reader, call, call.choices[0]), **identity, "price_usd": price}
+
+
+def _chat(reader: ConversationReader, call: CallRecord, answer: Choice) -> Json:
+    """Return the conversation of a call with one of its answers. The field `tools` is left out if there are none."""
+    chat = reader.read(call)
+    chat["messages"].append(answer.message.to_openai())
+    if chat["tools"] is None:
+        del chat["tools"]
+    return chat
 
 
 def tokens_jsonl(session: SessionExport) -> Iterator[Json]:

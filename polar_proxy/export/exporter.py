@@ -15,6 +15,7 @@ from typing import Any
 from polar_proxy.errors import UsageError
 from polar_proxy.export.datasets import DATASET_FORMATS, SessionExport
 from polar_proxy.export.formats import TRAINER_FORMATS, RecordConverter, with_advantages
+from polar_proxy.export.formats.training_rows import RewardsByGroup
 from polar_proxy.export.preferences import PreferencePairs
 from polar_proxy.export.reasons import explain
 from polar_proxy.export.text_conversations import text_conversations
@@ -89,7 +90,7 @@ async def export_lines(
     builder: str = "merged",
     all_grades: bool = False,
     advantage: str = "grpo",
-    turn: AbstractAsyncContextManager[object] | None = None,
+    session_lock: AbstractAsyncContextManager[object] | None = None,
 ) -> AsyncGenerator[bytes]:
     """Yield rows of the format `form`, one line at a time, and count in `report`, which is complete at the end.
 
@@ -101,27 +102,32 @@ async def export_lines(
     is combined with a trainer's format, if the conditions are invalid, or if both conditions and sessions are given.
     For an unknown session, UsageError is raised after the rows of the sessions before it.
 
-    `turn`: a context manager, entered anew for each session that is read and converted. Exports that share one lock as
-    `turn` have one session in memory at a time.
+    `session_lock`: a context manager, entered anew for each session that is read and converted. Exports that share one
+    lock have one session in memory at a time.
     """
     _require_known(form, builder, FORMATS)
+    if where is not None and session_ids:
+        raise UsageError("Give either conditions, which select rollouts, or sessions, not both.")
+    dataset = form
     convert: Convert = list
+    rows_left_out: Counter[str] = Counter()
     with closing(PreferencePairs()) as pairs:
         if form == PREFERENCES:
-            form, convert = "chat-jsonl", pairs.add
-        records: RecordConverter | None = None
-        if form in TRAINER_FORMATS:
+            dataset, convert, rows_left_out = "chat-jsonl", pairs.add, pairs.left_out
+        elif form in TRAINER_FORMATS:
             rewards = await _rewards_by_group(store, advantage, builder)
-            records = converter = RecordConverter(form)
-            form, convert = "tokens-jsonl", lambda rows: converter(with_advantages(rows, advantage, rewards))
-        if where is not None and session_ids:
-            raise UsageError("Give either conditions, which select rollouts, or sessions, not both.")
+            records = RecordConverter(form)
+
+            def to_records(rows: list[Json]) -> list[Json]:
+                return records(with_advantages(rows, advantage, rewards))
+
+            dataset, convert, rows_left_out = "tokens-jsonl", to_records, records.left_out
         async for session_id, rollout in _selected(store, where, session_ids, builder):
             report.rollouts += rollout is not None
             report.sessions += rollout is None
-            async with turn or nullcontext():
-                session = await _read_session(store, session_id, rollout, form, builder)
-                lines = await asyncio.to_thread(_counted_lines, session, form, all_grades, report, convert)
+            async with session_lock or nullcontext():
+                session = await _read_session(store, session_id, rollout, dataset, builder)
+                lines = await asyncio.to_thread(_counted_lines, session, dataset, all_grades, report, convert)
                 del session
             for line in lines:
                 yield line
@@ -130,9 +136,7 @@ async def export_lines(
         while (pair := await asyncio.to_thread(next, found, None)) is not None:
             yield json_codec.dumps_object(pair) + b"\n"
             report.rows += 1
-        report.left_out.update(pairs.left_out)
-    if records is not None:
-        report.left_out.update(records.left_out)
+    report.left_out.update(rows_left_out)
     if not report.rows:
         report.reasons = await _why_no_rows(store, report, where)
 
@@ -150,8 +154,8 @@ async def _why_no_rows(store: Store, report: ExportReport, where: str | None) ->
     ]
 
 
-async def _rewards_by_group(store: Store, advantage: str, builder: str) -> dict[str, dict[str, float | None]]:
-    """Return group id -> rollout id -> reward for all rollouts of the database, not only for the exported ones.
+async def _rewards_by_group(store: Store, advantage: str, builder: str) -> RewardsByGroup:
+    """Return the rewards of all rollouts of the database, not only for the exported ones.
 
     A baseline needs the rewards of its whole group. Raise UsageError if `advantage` is unknown, and for the builder
     `tree`, whose rows are branches instead of whole sequences.
@@ -228,7 +232,7 @@ def _needs_build(stored: SessionTraces, rollout: RolloutRow | None, builder: str
 
 
 async def _read_session(
-    store: Store, session_id: str | None, rollout: RolloutRow | None, form: str, builder: str
+    store: Store, session_id: str | None, rollout: RolloutRow | None, dataset: str, builder: str
 ) -> SessionExport:
     """Return the traces of a session with their certificates: the stored traces or, if necessary, traces built here.
 
@@ -242,7 +246,7 @@ async def _read_session(
         fields = {name: getattr(rollout, name) for name in _ROLLOUT_FIELDS}
     if session_id is None or summary is None:
         return SessionExport(fields, (), (), {})
-    stored = await store.traces.of_session(session_id, builder=builder, text=form != "tokens-jsonl")
+    stored = await store.traces.of_session(session_id, builder=builder, text=dataset != "tokens-jsonl")
     traces, excluded, calls = stored.traces, dict(stored.excluded), stored.calls
     if (rollout is not None and rollout.incomplete) or summary.incomplete is not None:
         return SessionExport(
@@ -280,11 +284,11 @@ def _trainable(traces: Sequence[Trace], all_grades: bool, report: ExportReport) 
 
 
 def _counted_lines(
-    session: SessionExport, form: str, all_grades: bool, report: ExportReport, convert: Convert
+    session: SessionExport, dataset: str, all_grades: bool, report: ExportReport, convert: Convert
 ) -> list[bytes]:
     """Return a session's rows, and count in `report` the calls that are in none of them."""
     as_text: set[str] = set()
-    if form == "chat-jsonl":
+    if dataset == "chat-jsonl":
         conversations = text_conversations(session.calls, session.excluded)
         as_text = {call.call_id for conversation in conversations for call in conversation.calls}
     report.left_out.update(reason for call_id, reason in session.excluded.items() if call_id not in as_text)
@@ -292,9 +296,11 @@ def _counted_lines(
     # The traces of a rollout are built when it ends.
     if unplaced := sum(call.call_id not in placed for call in session.calls):
         report.left_out["not_built_yet"] += unplaced
-    return _lines(session, form, all_grades, report, convert)
+    return _lines(session, dataset, all_grades, report, convert)
 
 
-def _lines(session: SessionExport, form: str, all_grades: bool, report: ExportReport, convert: Convert) -> list[bytes]:
+def _lines(
+    session: SessionExport, dataset: str, all_grades: bool, report: ExportReport, convert: Convert
+) -> list[bytes]:
     chosen = replace(session, traces=_trainable(session.traces, all_grades, report))
-    return [json_codec.dumps_object(row) + b"\n" for row in convert(list(DATASET_FORMATS[form](chosen)))]
+    return [json_codec.dumps_object(row) + b"\n" for row in convert(list(DATASET_FORMATS[dataset](chosen)))]

@@ -33,8 +33,8 @@ class ExportProcesses:
         self._url = url
         self._idle: list[_ExportProcess] = []
         self._running: set[_ExportProcess] = set()
-        self._places = asyncio.Semaphore(at_once)
-        self._turn = asyncio.Lock()
+        self._slots = asyncio.Semaphore(at_once)
+        self._session_lock = asyncio.Lock()
         """Lock of the export that has a whole session in memory."""
 
     async def __aenter__(self) -> Self:
@@ -50,12 +50,12 @@ class ExportProcesses:
         A piece need not end where a line ends. `options` are those of `export_lines`. Raises the errors of
         `export_lines`, and StoreError if the process ends too early.
         """
-        async with self._places:
+        async with self._slots:
             process = self._idle.pop() if self._idle else await _ExportProcess.start(self._url)
             self._running.add(process)
             finished = False
             try:
-                async with aclosing(process.export({"form": form, **options}, report, self._turn)) as pieces:
+                async with aclosing(process.export({"form": form, **options}, report, self._session_lock)) as pieces:
                     async for piece in pieces:
                         yield piece
                 finished = True
@@ -96,15 +96,15 @@ class _ExportProcess:
             self._process.kill()
         await self._process.wait()
 
-    async def export(self, options: Json, report: ExportReport, turn: asyncio.Lock) -> AsyncGenerator[bytes]:
-        """Yield the pieces of one export. The process loads a session only while it has the lock `turn`, so that only
-        one session is loaded at a time, whatever the number of exports."""
+    async def export(self, options: Json, report: ExportReport, session_lock: asyncio.Lock) -> AsyncGenerator[bytes]:
+        """Yield the pieces of one export. The process loads a session only while it holds `session_lock`, so that
+        only one session is loaded at a time, whatever the number of exports."""
         self._send(options)
         async with AsyncExitStack() as held:
             while True:
                 match await self._header():
                     case {"turn": "wanted"}:
-                        await held.enter_async_context(turn)
+                        await held.enter_async_context(session_lock)
                         self._send({"turn": "given"})
                     case {"turn": "over"}:
                         await held.aclose()

@@ -58,13 +58,13 @@ async def _serve(url: str) -> None:
 
 async def _export(store: Store, options: Json) -> None:
     report = ExportReport()
-    async for line in export_lines(store, report=report, turn=_Turn(), **options):
+    async for line in export_lines(store, report=report, session_lock=_SessionLock(), **options):
         _send({"rows": len(line)}, line, flush=False)
     _send({"report": report.to_json()})
 
 
-class _Turn:
-    """The server's permission to have a session in memory."""
+class _SessionLock:
+    """The server's lock for the export that has a session in memory."""
 
     async def __aenter__(self) -> None:
         _send({"turn": "wanted"})

@@ -82,10 +82,10 @@ class GatewayApp:
         self._handler = handler
         self._sandbox_hosts = sandbox_hosts
         self._stored_responses = StoredResponseRoutes(
-            handler.stored_calls, handler.background, handler.find_session, handler.forwarder
+            handler.stored_calls, handler.background, handler.session_finder, handler.forwarder
         )
         self._conversations = ConversationRoutes(
-            handler.conversations, handler.find_session, handler.read_items, handler.forwarder
+            handler.conversations, handler.session_finder, handler.read_items, handler.forwarder
         )
         self._rest = rest
         self._hosts = hosts
@@ -101,20 +101,19 @@ class GatewayApp:
     async def _serve(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         path = scope["raw_path"].decode("latin-1")
         inside_sandbox = asgi.INSIDE_SANDBOX in scope.get("state", {})
+        refuse = asgi.refuse_upgrade(send) if scope["type"] == "websocket" else send
         if self._hosts is not None and not inside_sandbox:
             foreign = foreign_host(scope["headers"], self._hosts)
             if foreign is not None:
                 error = RequestError(_FOREIGN_HOST.format(foreign), status=403)
-                refuse = asgi.refuse_upgrade(send) if scope["type"] == "websocket" else send
                 await send_error(refuse, error, error_format(path))
                 return
         path_key, path = split_path(path)
         if (intercepted := InterceptedRequest.of_scope(scope, self._sandbox_hosts)) is not None:
-            path_key = intercepted.key or path_key
-            if (served := intercepted.route) is None:
-                await intercepted.answer(asgi.read_headers(scope), send, error_format(intercepted.path))
+            if intercepted.route is None:
+                await intercepted.answer(asgi.read_headers(scope), refuse, error_format(intercepted.path))
                 return
-            path = served
+            path_key, path = intercepted.key or path_key, intercepted.route
             provider_path = (intercepted.host, intercepted.target)
             scope = {**scope, "state": {**scope.get("state", {}), asgi.PROVIDER_PATH: provider_path}}
         if scope["type"] == "websocket":
@@ -241,8 +240,10 @@ class ServerParts:
     @property
     def infos(self) -> dict[str, EngineInfo]:
         """The engines by model name; the engine of the settings section [engine] comes first."""
-        engines = [served.engine.info for served in reversed(self.router.all)]
-        return dict(reversed({info.model: info for info in engines}.items()))
+        found: dict[str, EngineInfo] = {}
+        for served in self.router.all:
+            found.setdefault(served.engine.info.model, served.engine.info)
+        return found
 
     def info(self, model: str) -> EngineInfo:
         """Return the engine of a model; for an unknown name, the engine of the settings section [engine]."""

@@ -19,9 +19,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
@@ -44,15 +43,15 @@ from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.limits import BodyBudget
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
+from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext
 from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_stream
 from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.responses.background import BackgroundCalls
 from polar_proxy.gateway.responses.conversations import NewItems, StoredConversations
-from polar_proxy.gateway.responses.stored_responses import StoredCalls
+from polar_proxy.gateway.responses.stored_calls import StoredCalls
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.routing import EngineRouter
-from polar_proxy.gateway.sampling import CallSampler
+from polar_proxy.gateway.sampling import CallSampler, as_sampled
 from polar_proxy.gateway.session_finder import SessionFinder
 from polar_proxy.offload import OffloadThread
 from polar_proxy.prices import PriceTable
@@ -62,11 +61,17 @@ from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.terminal import LogContext
-from polar_proxy.types import ChatRequest, EngineRequest, new_id
+from polar_proxy.types import new_id
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+AnswerResult = Literal["answered", "failed", "dropped"]
+"""How an attempt to answer a request ended: `answered` completely and without an error, or `failed`.
+
+`dropped`: the engine dropped the connection before the agent got any of the response, so another call may answer the
+request. The dropped call is recorded, because the engine may have sampled.
+"""
 
 
 class RequestHandler:
@@ -86,7 +91,6 @@ class RequestHandler:
         `in_flight` announces calls to the other gateways of the database; None if this is the only gateway.
         """
         self._store = store
-        self._sessions = sessions
         self._settings = settings
         self._metrics = metrics
         self._in_flight = in_flight
@@ -111,10 +115,10 @@ class RequestHandler:
             self._thread,
             self.stored_calls,
             self.conversations,
-            ProviderHistories(store, monitor, self.stored_calls.read, self.stored_calls.known_answers),
+            ProviderHistories(store, monitor, self.stored_calls),
             monitor,
         )
-        self.find_session = SessionFinder(sessions, monitor, settings).find
+        self.session_finder = SessionFinder(sessions, monitor, settings)
 
     async def handle(
         self,
@@ -134,7 +138,7 @@ class RequestHandler:
         started_at = time.time()
         try:
             headers = asgi.read_headers(scope)
-            session = await self.find_session(headers, path_key, scope)
+            session = await self.session_finder.find(headers, path_key, scope)
             with (
                 LogContext(session_id=session.session_id, rollout_id=session.rollout_id),
                 session.in_request(),
@@ -145,18 +149,18 @@ class RequestHandler:
                 self._check_provider_tools(parsed)
                 raw = None if read.raw is None else provider_request(scope, dialect, read.raw, parsed.tools)
                 request = RequestContext(
-                    dialect,
-                    session,
-                    path,
-                    parsed,
-                    read_client_metadata(headers, parsed.params),
-                    read_betas(headers),
-                    read.engine,
-                    started_at,
-                    read.large,
-                    read.conversation,
-                    raw,
-                    read.refers,
+                    dialect=dialect,
+                    session=session,
+                    path=path,
+                    parsed=parsed,
+                    metadata=read_client_metadata(headers, parsed.params),
+                    betas=read_betas(headers),
+                    engine=read.engine,
+                    started_at=started_at,
+                    large=read.large,
+                    conversation=read.conversation,
+                    raw=raw,
+                    refers=read.refers,
                 )
                 if parsed.generate:
                     await self._join_or_answer(request, receive, send)
@@ -188,7 +192,7 @@ class RequestHandler:
         """
         call_id = new_id("call")
         self.stored_calls.keep_warm_up(request.session, call_id, request.parsed.messages[0])
-        sampled = self._as_sampled(request, request.parsed.requests[0])
+        sampled = as_sampled(request, request.parsed.requests[0])
         encoder = request.parsed.encoder(call_id, int(request.started_at), sampled=sampled)
         stream = encoder.warmed_up(Answer(prompt_ids=(), ended_at=time.time()))
         await send_stream(send, stream, request.dialect)
@@ -208,14 +212,13 @@ class RequestHandler:
         """Answer a request that repeats no earlier one. If the engine drops the connection of the call, make a second
         call."""
         buffer = self.retries.open(request)
-        answered = False
+        result: AnswerResult = "failed"
         try:
-            attempt = await self._answer(request, buffer, receive, send, repeatable=not request.parsed.background)
-            if attempt is None:
-                attempt = await self._answer(request, buffer, receive, send, repeatable=False)
-            answered = bool(attempt)
+            result = await self._answer(request, buffer, receive, send, repeatable=not request.parsed.background)
+            if result == "dropped":
+                result = await self._answer(request, buffer, receive, send, repeatable=False)
         finally:
-            self.retries.close(buffer, failed=not answered)
+            self.retries.close(buffer, failed=result != "answered")
 
     async def _answer(
         self,
@@ -224,13 +227,9 @@ class RequestHandler:
         receive: asgi.Receive,
         send: asgi.Send,
         *,
-        repeatable: bool = True,
-    ) -> bool | None:
-        """Place, sample, commit and answer a request. Return whether it was answered completely, without an error.
-
-        With `repeatable`, return None if the engine dropped the connection before the agent got any of the response:
-        another call may then answer the request. The dropped call is recorded, because the engine may have sampled.
-        """
+        repeatable: bool,
+    ) -> AnswerResult:
+        """Place, sample, commit and answer a request. `repeatable`: the result may be `dropped`."""
         session = request.session
         with session.budget.reserve(len(request.parsed.requests), request.started_at) as reservation:
             await self.store_spent(session.session_id, session.budget)
@@ -264,8 +263,8 @@ class RequestHandler:
         send: asgi.Send,
         *,
         repeatable: bool,
-    ) -> bool | None:
-        """Answer a request whose calls are reserved in the session's budget. Returns as `_answer` does."""
+    ) -> AnswerResult:
+        """Answer a request whose calls are reserved in the session's budget. `repeatable`: as in `_answer`."""
         session = request.session
         kind = PassthroughReply if request.raw else BackgroundReply if request.parsed.background else Reply
         reply = kind(buffer.wrap(send), request, calls[0], self._settings)
@@ -278,20 +277,20 @@ class RequestHandler:
             self._provider_turns.remember(session.session_id, calls)
             if outcome.engine_failed and session.record_required and not session.ended:
                 self.failed_requests.keep(session, calls)
-            commit = self.recorder.commit(request, calls, outcome, reservation, seen=reply.started)
+            commit = self.recorder.commit(request, calls, outcome, reservation, reply_started=reply.started)
             unrecorded = await _run_to_end(commit)
             # Without its record, the call would be missing in the conversation that it continues.
             if unrecorded is not None and (session.record_required or request.conversation is not None):
                 self._metrics.refused.labels(503).inc()
                 await reply.fail(self._monitor.refusal())
-                return False
+                return "failed"
             if outcome.status == "ok":
                 await reply.finish([call.agents_answer for call in calls])
-            elif repeatable and isinstance(outcome.reply, EngineDroppedError) and not reply.started:
-                return None
-            elif outcome.reply is not None:
-                await reply.fail(outcome.reply)
-            return outcome.status == "ok"
+                return "answered"
+            if repeatable and isinstance(outcome.error_to_send, EngineDroppedError) and not reply.started:
+                return "dropped"
+            if outcome.error_to_send is not None:
+                await reply.fail(outcome.error_to_send)
         except (SessionClosedError, BudgetSpentError) as error:  # by other gateways, before a call began
             for call in calls:
                 session.withdraw(call.call_id)
@@ -307,7 +306,7 @@ class RequestHandler:
             self.background.end(calls[0].call_id)
             session.end(len(calls))
             self._metrics.in_flight.dec(len(calls))
-        return False
+        return "failed"
 
     async def _place(self, request: RequestContext, size: int, final_answer: str | None) -> list[PendingCall]:
         """Decide how each call of a request relates to earlier calls.
@@ -320,7 +319,7 @@ class RequestHandler:
             call_id = new_id("call")
             hashed = await self._thread.run(request.large, session.hash, engine_request, session.last_conversation)
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
-            engine_request = self._as_sampled(request, engine_request)
+            engine_request = as_sampled(request, engine_request)
             limited = request.raw is None and wants_one_call(engine_request, request.engine.served.engine.info)
             calls.append(
                 PendingCall(
@@ -335,24 +334,6 @@ class RequestHandler:
             )
         session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
         return calls
-
-    def _as_sampled(self, request: RequestContext, engine_request: EngineRequest) -> EngineRequest:
-        """Return the request as it is sampled: with the session's policy, and with the engine's model if the client
-        named none. A request that is passed on to its provider stays as it came."""
-        if request.raw is not None:  # sent as it came
-            return replace(engine_request, raw=request.raw, large=request.large)
-        info = request.engine.served.engine.info
-        hosted = "hosted" in info.capabilities
-        sampled = replace(
-            engine_request,
-            sampling=apply_policy(engine_request.sampling, request.session.policy, hosted=hosted),
-            model=engine_request.model or info.model,
-            large=request.large,
-        )
-        if hosted and isinstance(sampled, ChatRequest):
-            options = request.dialect.client_options(request.parsed.params)
-            return replace(sampled, options=replace(options, betas=request.betas))
-        return sampled
 
     async def _sample(
         self,
@@ -372,7 +353,7 @@ class RequestHandler:
                 await _run_to_end(self._announce(self._in_flight, request, calls))
             async with asgi.ClientWatch(receive, buffer.abandoned) as watch:
                 await self._sampler.sample(request, calls, reply)
-            if watch.gone or not await buffer.has_listener():
+            if watch.gone or not await buffer.wait_for_listener():
                 return CallOutcome("client_gone", 499, "the client closed the connection")
             if request.session.ended or await self._ended_elsewhere(request.session, calls):
                 text = "The rollout ended before this call was answered."
@@ -431,7 +412,7 @@ class RequestHandler:
     ) -> None:
         """Answer a request for the number of tokens of a prompt. Such a request is not recorded."""
         try:
-            session = await self.find_session(asgi.read_headers(scope), path_key, scope)
+            session = await self.session_finder.find(asgi.read_headers(scope), path_key, scope)
             with self.bodies.reserve(session.session_id) as reservation:
                 engine, request = await self._reader.read_count(dialect, receive, session, reservation)
                 if isinstance(request, bytes):

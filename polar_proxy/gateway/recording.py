@@ -7,7 +7,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -41,7 +41,6 @@ from polar_proxy.types import (
     EngineInfo,
     EngineRequest,
     Json,
-    Sampling,
     TokenIds,
 )
 
@@ -134,13 +133,14 @@ class PendingCall:
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """How the calls of a request ended, and the error to send to the agent."""
+    """How the calls of a request ended."""
 
     status: CallStatus
     http_status: int
     error: str | None = None
-    reply: RequestError | EngineError | None = None
-    """The error to send; None if the agent gets the answer, or has disconnected."""
+    """The text of the error, for the record."""
+    error_to_send: RequestError | EngineError | None = None
+    """The error for the agent; None if the agent gets the answer, or has disconnected."""
 
     @property
     def engine_failed(self) -> bool:
@@ -177,7 +177,7 @@ class CallRecorder:
         outcome: CallOutcome,
         reservation: Reservation,
         *,
-        seen: bool,
+        reply_started: bool,
     ) -> StoreError | None:
         """Commit the calls with their answers so far. Return why a call could not be recorded; None if all were.
 
@@ -186,19 +186,21 @@ class CallRecorder:
 
         A call that cannot be recorded counts as lost, so that its session is not trained on. The only exception is a
         request that can still be refused as if nothing had been sampled. Such a request has one call, the session's
-        calls must be recorded, the agent has no part of the answer yet (`seen` is False), and the commit has certainly
-        failed.
+        calls must be recorded, the agent has no part of the answer yet (`reply_started` is False), and the commit has
+        certainly failed.
         """
         failure: StoreError | None = None
         ended_at = time.time()
         session, version = request.session, await self._weight_version(calls[0])
+        # A request with several calls is refused as a whole, although some of them are recorded.
+        refusable = session.record_required and not reply_started and len(calls) == 1
         for call in calls:
             answers = [choice.message for _, choice in call.agents_answer.in_order]
             fingerprint = session.record_answer(call.lineage, answers, outcome.status, now=ended_at)
-            version_range = weight_version_of(call.answer, call.version, version or call.version)
+            version_range = _weight_version_of(call.answer, call.version, version or call.version)
             call.answer.ended_at = call.agents_answer.ended_at = ended_at
             price = self._prices.price(call.answer.usage)
-            record = make_record(request, call, outcome, ended_at, version_range, fingerprint, price)
+            record = _make_record(request, call, outcome, ended_at, version_range, fingerprint, price)
             session.remember_tokens(record, call.plan.config, call.lineage.base)
             self._metrics.count(record)
             _log_call(record)
@@ -208,9 +210,8 @@ class CallRecorder:
             except StoreError as error:
                 failure = error
                 session.forget(record)
-                # A request with several calls is refused as a whole, although some of them are recorded.
-                partly = len(calls) > 1 or isinstance(error, StoreUncertainError)
-                self._count_unrecorded(session, record, error, lost=seen or partly or not session.record_required)
+                lost = not refusable or isinstance(error, StoreUncertainError)
+                self._count_unrecorded(session, record, error, lost=lost)
             else:
                 session.recorded += 1
                 session.refusal = None
@@ -272,14 +273,14 @@ def _log_call(record: CallRecord) -> None:
     log.log(level, line, extra={"fields": details})
 
 
-def make_record(
+def _make_record(
     request: RequestContext,
     call: PendingCall,
     outcome: CallOutcome,
     ended_at: float,
     weight_version: str | None,
     fingerprint: Json,
-    price_usd: float | None = None,
+    price_usd: float | None,
 ) -> CallRecord:
     """Return the record of a call.
 
@@ -311,8 +312,8 @@ def make_record(
         messages=call.messages,
         tools=request.parsed.tools,
         params=request.parsed.params,
-        sampling=recorded_sampling(call.request, engine, plan.past_reasoning) | _sampling_marks(request, call, engine),
-        prompt_ids=None if answer.prompt_ids is None else to_token_ids(answer.prompt_ids),
+        sampling=recorded_sampling(call.request, engine) | _sampling_marks(request, call, engine),
+        prompt_ids=None if answer.prompt_ids is None else _to_token_ids(answer.prompt_ids),
         choices=choices,
         started_at=request.started_at,
         first_token_at=call.first_token_at,
@@ -344,7 +345,7 @@ def _choices_of(call: PendingCall, weight_version: str | None) -> tuple[Choice, 
             index=index,
             message=call.agents_answer.choices[index].message,
             finish_reason=choice.finish_reason,
-            token_ids=to_token_ids(choice.token_ids),
+            token_ids=_to_token_ids(choice.token_ids),
             logprobs=np.array(choice.logprobs, dtype=np.float32),
             versions=_version_runs(choice, weight_version),
             reasoning_tokens=choice.reasoning_tokens,
@@ -355,9 +356,10 @@ def _choices_of(call: PendingCall, weight_version: str | None) -> tuple[Choice, 
 
 
 def _sampling_marks(request: RequestContext, call: PendingCall, engine: EngineInfo) -> Json:
-    """Return facts about the call that are recorded among the sampling parameters, such as `constrained` and
-    `not_carried`."""
+    """Return facts about the call that are recorded among the sampling parameters, such as `not_carried`."""
     marks: Json = {}
+    if call.plan.past_reasoning is not None:  # the setting had an effect on the prompt
+        marks["past_reasoning"] = call.plan.past_reasoning
     if call.plan.constrained:
         marks["constrained"] = True
     if call.limit is not None and call.limit.hides_tokens:
@@ -381,7 +383,7 @@ def _conversation_turn(request: RequestContext, call: PendingCall) -> Conversati
     return ConversationTurn(conversation_id, items)
 
 
-def weight_version_of(answer: Answer, before: str | None, after: str | None) -> str | None:
+def _weight_version_of(answer: Answer, before: str | None, after: str | None) -> str | None:
     """Return the policy version of an answer: the last one that the engine reported with the answer's tokens.
 
     If the engine reported none, return the version `before` sampling. If the version `after` sampling is another one,
@@ -402,7 +404,7 @@ def _version_runs(choice: AnswerChoice, weight_version: str | None) -> tuple[tup
     return () if versions in ([], [weight_version]) else tuple(choice.versions)
 
 
-def to_token_ids(ids: Sequence[int]) -> TokenIds:
+def _to_token_ids(ids: Sequence[int]) -> TokenIds:
     """Return token ids as a read-only int32 array [n]. Raises ValueError for an id beyond 32 bits."""
     try:  # three times as fast as np.asarray
         return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), dtype=np.int32)
@@ -415,44 +417,14 @@ def _has_tokens(choice: Choice) -> bool:
     return 0 < ids.size == choice.logprobs.size and int(ids.min()) >= 0
 
 
-_DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""OpenAI's defaults of the parameters for which an engine would otherwise take values of the model's generation_config.
-Every engine except a hosted provider gets these defaults, so that the record shows the distribution from which the
-answer was sampled."""
-
-_REPLACED = (
-    *("temperature", "top_p", "top_k", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-)
-
-
-def apply_policy(sampling: Sampling, policy: Json, *, hosted: bool = False) -> Sampling:
-    """Return the parameters with the session's sampling policy applied and, unless the model is hosted, every default
-    written out.
-
-    `policy` may hold the parameters in `_REPLACED`; each replaces the client's value. It may also hold max_tokens, an
-    upper limit for the client's value. If the client gave no max_tokens, the limit becomes the value.
-    """
-    defaults = {} if hosted else _DEFAULTS
-    changes: Json = {name: value for name, value in defaults.items() if getattr(sampling, name) is None}
-    changes |= {name: policy[name] for name in _REPLACED if name in policy}
-    limit = policy.get("max_tokens")
-    if limit is not None:
-        changes["max_tokens"] = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)
-    return replace(sampling, **changes)
-
-
-def recorded_sampling(request: EngineRequest, engine: EngineInfo, past_reasoning: str | None = None) -> Json:
+def recorded_sampling(request: EngineRequest, engine: EngineInfo) -> Json:
     """Return the parameters that were sent to the engine, for the record.
 
     `constrained` is added if the request demanded a tool call or a certain format of the answer. It is True if the
-    engine enforced this by a grammar, else False. The setting `past_reasoning` is added if it had an effect on the
-    prompt.
+    engine enforced this by a grammar, else False.
     """
     sent = {name: value for name in SAMPLING_FIELDS if (value := getattr(request.sampling, name)) not in (None, ())}
     constrained = is_constrained(request, engine)
     if constrained is not None:
         sent["constrained"] = constrained
-    if past_reasoning is not None:
-        sent["past_reasoning"] = past_reasoning
     return sent

@@ -22,7 +22,7 @@ from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.limits import BodyReservation
 from polar_proxy.gateway.recording import ContinuedConversation
 from polar_proxy.gateway.responses.conversations import NewItems, StoredConversations
-from polar_proxy.gateway.responses.stored_responses import StoredCalls
+from polar_proxy.gateway.responses.stored_calls import StoredCalls
 from polar_proxy.gateway.routing import EngineChoice, EngineRouter
 from polar_proxy.offload import OffloadThread
 from polar_proxy.sessions.state import SessionState
@@ -111,8 +111,8 @@ class RequestReader:
     ) -> ReadRequest:
         """Read and parse the body of a model request, and choose its engine."""
         parts = await asgi.read_body(receive, reservation.take)
-        async with _turn(session, reservation.size):
-            raw = await self._join(parts, reservation)
+        async with _turn(session, reservation):
+            raw = await self._join(parts, reservation.size)
             body = await self._read_json(raw, reservation)
             engine = self._router.choose(session, dialect.requested_model(body.fields))
             previous = session.last_parsed(dialect.name)
@@ -132,8 +132,8 @@ class RequestReader:
     ) -> ReadCount:
         """Read the body of a request for the number of tokens of a prompt, and parse it unless it is passed on."""
         parts = await asgi.read_body(receive, reservation.take)
-        async with _turn(session, reservation.size):
-            raw = await self._join(parts, reservation)
+        async with _turn(session, reservation):
+            raw = await self._join(parts, reservation.size)
             body = await self._read_json(raw, reservation)
             engine = self._router.choose(session, dialect.requested_model(body.fields))
             if engine.passthrough is not None:
@@ -145,8 +145,8 @@ class RequestReader:
         """Read and check the body of a request that may add items to a conversation."""
         dialect = get_dialect("openai_responses")
         parts = await asgi.read_body(receive, reservation.take)
-        async with _turn(session, reservation.size):
-            body = await self._read_json(await self._join(parts, reservation), reservation)
+        async with _turn(session, reservation):
+            body = await self._read_json(await self._join(parts, reservation.size), reservation)
             given = body.fields.get("items")
             if not isinstance(given, list | None):
                 raise invalid_type("items", "an array of items")
@@ -158,9 +158,8 @@ class RequestReader:
             size = await self._thread.run(added.large, lambda: len(json_codec.dumps(items)))
             return NewItems(body.fields, items, size)
 
-    async def _join(self, parts: list[bytes], reservation: BodyReservation) -> bytes:
-        reservation.reading = False
-        return await self._thread.run(reservation.size > _LARGE_BODY, b"".join, parts)
+    async def _join(self, parts: list[bytes], size: int) -> bytes:
+        return await self._thread.run(size > _LARGE_BODY, b"".join, parts)
 
     async def _read_json(self, raw: bytes, reservation: BodyReservation) -> Body:
         """Return the JSON object in a body.
@@ -208,17 +207,21 @@ class RequestReader:
 
 
 @contextlib.asynccontextmanager
-async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
+async def _turn(session: SessionState, reservation: BodyReservation) -> AsyncIterator[None]:
     """Wait until it is this body's turn to be parsed, in one of the two queues of its session.
+
+    From its turn on, the body is not refused any more to make room for others.
 
     One queue is for bodies of more than `_TAKES_TURNS` bytes, so that smaller ones do not wait for them. From each
     queue, at most one body is parsed per turn of the event loop; before a large one, other requests are served.
     """
-    lock = session.parsing_large if size > _TAKES_TURNS else session.parsing
+    large = reservation.size > _TAKES_TURNS
+    lock = session.parsing_large if large else session.parsing
     await lock.acquire()
     try:
-        if size > _TAKES_TURNS:
+        if large:
             await asyncio.sleep(0)
+        reservation.refusable = False
         yield
     finally:
         asyncio.get_running_loop().call_soon(lock.release)

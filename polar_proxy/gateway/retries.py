@@ -83,18 +83,18 @@ class ResponseBuffer:
         """
         self.disconnected = True
         self._deadline = time.monotonic() + self._grace
-        while await self.has_listener():
+        while await self.wait_for_listener():
             await self._changed.wait()
 
-    def retry_grace_over(self) -> None:
+    def end_grace_period(self) -> None:
         """End the grace period: no retry can come any more, so a generation without a client is not continued."""
         self._grace, self._deadline = 0.0, 0.0
         self._notify()
 
-    async def has_listener(self) -> bool:
+    async def wait_for_listener(self) -> bool:
         """Return whether a client gets this response: the client that sent the request, or one that sends a retry.
 
-        Waits for a retry until the end of the grace period.
+        If there is none, wait for a retry until the end of the grace period.
         """
         while self.disconnected and not self._listeners:
             try:
@@ -206,7 +206,7 @@ class RetryCache:
         for key, buffers in self._buffers.items():
             if key[0] == session_id:
                 for buffer in buffers:
-                    buffer.retry_grace_over()
+                    buffer.end_grace_period()
 
     def _evict(self) -> None:
         limit = time.monotonic() - self._window

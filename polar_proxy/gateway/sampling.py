@@ -1,4 +1,4 @@
-"""The sampling of a request's calls: hooks, prompt, engine, and each event on its way to the agent."""
+"""The sampling of a request's calls: parameters, hooks, prompt, engine, and each event on its way to the agent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway.engine_timeouts import EngineWait
@@ -14,7 +15,52 @@ from polar_proxy.gateway.hosted.provider_turns import ProviderTurns
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import PendingCall, RequestContext
 from polar_proxy.gateway.reply import Reply
-from polar_proxy.types import SampleEvent
+from polar_proxy.types import ChatRequest, EngineRequest, Json, SampleEvent, Sampling
+
+_DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""OpenAI's defaults of the parameters for which an engine would otherwise take values of the model's generation_config.
+Every engine except a hosted provider gets these defaults, so that the record shows the distribution from which the
+answer was sampled."""
+
+_REPLACED = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+)
+
+
+def as_sampled(request: RequestContext, engine_request: EngineRequest) -> EngineRequest:
+    """Return the request as it is sampled: with the session's policy, and with the engine's model if the client named
+    none. A request that is passed on to its provider stays as it came."""
+    if request.raw is not None:
+        return replace(engine_request, raw=request.raw, large=request.large)
+    info = request.engine.served.engine.info
+    hosted = "hosted" in info.capabilities
+    sampled = replace(
+        engine_request,
+        sampling=apply_policy(engine_request.sampling, request.session.policy, hosted=hosted),
+        model=engine_request.model or info.model,
+        large=request.large,
+    )
+    if hosted and isinstance(sampled, ChatRequest):
+        options = request.dialect.client_options(request.parsed.params)
+        return replace(sampled, options=replace(options, betas=request.betas))
+    return sampled
+
+
+def apply_policy(sampling: Sampling, policy: Json, *, hosted: bool = False) -> Sampling:
+    """Return the parameters with the session's sampling policy applied and, unless the model is hosted, every default
+    written out.
+
+    `policy` may hold the parameters in `_REPLACED`; each replaces the client's value. It may also hold max_tokens, an
+    upper limit for the client's value. If the client gave no max_tokens, the limit becomes the value.
+    """
+    defaults = {} if hosted else _DEFAULTS
+    changes: Json = {name: value for name, value in defaults.items() if getattr(sampling, name) is None}
+    changes |= {name: policy[name] for name in _REPLACED if name in policy}
+    limit = policy.get("max_tokens")
+    if limit is not None:
+        changes["max_tokens"] = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)
+    return replace(sampling, **changes)
 
 
 class CallSampler:
@@ -49,9 +95,10 @@ class CallSampler:
         served = call.engine.served
         request.dialect.check_length(call.request, served.engine.info)
         async with EngineWait(served.timeouts) as wait:
-            about = _hooked_call(request, call)
-            sent, call.request = call.request, await self._hooks.change_request(call.request, about)
-            call.request_changes = request_changes(sent, call.request)
+            hooked = _hooked_call(request, call)
+            changed_request = await self._hooks.change_request(call.request, hooked)
+            call.request_changes = request_changes(call.request, changed_request)
+            call.request = changed_request
             rewritten = "messages" in call.request_changes
             call.plan = await served.prompts.build(
                 call.request, call.lineage.base, request.session, rewritten=rewritten
@@ -78,7 +125,7 @@ class CallSampler:
         if not call.answer.finished:
             raise EngineError("The engine's answer ended without a finish reason, so it may be incomplete.")
         if self._hooks.changes_answers:
-            changed = await self._hooks.change_answer(call.answer, about)
+            changed = await self._hooks.change_answer(call.answer, hooked)
             call.shown = None if changed is call.answer else changed
             for event in events_of(changed):
                 await reply.write(index, event)

@@ -27,20 +27,25 @@ from typing import Any
 from urllib.parse import quote
 
 from mitmproxy import connection, ctx, http, tls
+from mitmproxy.proxy.context import Context
 
 KEY_HEADERS = ("authorization", "x-api-key", "api-key", "x-goog-api-key", "x-amz-security-token", "cookie", "origin")
 KEY_PARAMETERS = ("key", "api_key", "access_token")
 
 
-class ModelHosts:
+class GatewayAddon:
+    """The addon. Its public methods are hooks of mitmproxy."""
+
     def __init__(self) -> None:
-        self.gateway = self.prefix = self.others = ""
-        self.record = False
-        self.hosts: list[tuple[re.Pattern[str], re.Pattern[str]]] = []
-        self.seen: set[tuple[str, str]] = set()
-        self.opened: set[str] = set()
+        self._gateway = self._prefix = self._others = ""
+        self._record = False
+        self._model_hosts: list[tuple[re.Pattern[str], re.Pattern[str]]] = []
+        """Pairs of patterns: host names, and the paths of these hosts that go to the gateway."""
+        self._reported: set[tuple[str, str]] = set()
+        """Event and host of each printed event."""
+        self._connected: set[str] = set()
         """Model hosts to which the program has opened a connection."""
-        self.asked: set[str] = set()
+        self._requested: set[str] = set()
         """Model hosts to which the program has sent a request."""
 
     def load(self, loader: Any) -> None:
@@ -50,9 +55,9 @@ class ModelHosts:
         if "polar_settings" not in updated or not ctx.options.polar_settings:
             return
         settings = json.loads(Path(ctx.options.polar_settings).read_text())
-        self.gateway, self.prefix = settings["gateway"], settings["prefix"]
-        self.record, self.others = settings["record"], settings["others"]
-        self.hosts = [
+        self._gateway, self._prefix = settings["gateway"], settings["prefix"]
+        self._record, self._others = settings["record"], settings["others"]
+        self._model_hosts = [
             (re.compile("|".join(row["hosts"])), re.compile("|".join(row["paths"]))) for row in settings["hosts"]
         ]
 
@@ -60,61 +65,38 @@ class ModelHosts:
         addresses = ctx.master.addons.get("proxyserver").listen_addrs()
         print(json.dumps({"event": "listening", "port": addresses[0][1]}), flush=True)
 
-    def paths_of(self, host: str) -> re.Pattern[str] | None:
-        """Return the pattern of the paths of `host` that go to the gateway; None if `host` is not a model host."""
-        return next((paths for names, paths in self.hosts if names.fullmatch(host.lower())), None)
-
-    def report(self, event: str, host: str, **more: str) -> None:
-        if (event, host) not in self.seen:
-            self.seen.add((event, host))
-            print(json.dumps({"event": event, "host": host, **more}), flush=True)
-
-    # Hooks of mitmproxy
-
     def done(self) -> None:
         """Report hosts to which the program connected without sending a request, probably because it does not trust the
         CA."""
-        for host in sorted(self.opened - self.asked):
-            self.report("untrusted", host, reason="it closed the connection before its first request")
+        for host in sorted(self._connected - self._requested):
+            self._report("untrusted", host, reason="it closed the connection before its first request")
 
     def http_connect(self, flow: http.HTTPFlow) -> None:
-        self.other_host(flow)
-
-    def other_host(self, flow: http.HTTPFlow) -> None:
-        """Report a request to a host without models, and refuse it if the setting `others` is `refuse`."""
-        host = flow.request.host
-        if self.paths_of(host) is not None:
-            return
-        if self.others == "refuse":
-            self.report("refused", host)
-            flow.response = http.Response.make(403, f"polar intercept refuses {host}: it is not a model host.\n")
-        else:
-            self.report("other", host)
+        if self._paths_of(flow.request.host) is None:
+            self._report_or_refuse(flow)
 
     def tls_clienthello(self, data: tls.ClientHelloData) -> None:
-        address = data.context.server.address
-        host = data.client_hello.sni or (address[0] if address else "")
-        data.ignore_connection = self.paths_of(host) is None
+        host = _requested_host(data.client_hello.sni, data.context)
+        data.ignore_connection = self._paths_of(host) is None
 
     def tls_established_client(self, data: tls.TlsData) -> None:
-        self.opened.add(data.conn.sni or (data.context.server.address or ("",))[0])
+        self._connected.add(_requested_host(data.conn.sni, data.context))
 
     def tls_failed_client(self, data: tls.TlsData) -> None:
-        host = data.conn.sni or (data.context.server.address or ("",))[0]
-        self.report("untrusted", host, reason=data.conn.error or "")
+        self._report("untrusted", _requested_host(data.conn.sni, data.context), reason=data.conn.error or "")
 
     def request(self, flow: http.HTTPFlow) -> None:
         request = flow.request
         host = request.host.lower()
-        paths = self.paths_of(host)
+        paths = self._paths_of(host)
         if paths is None:
-            self.other_host(flow)
+            self._report_or_refuse(flow)
             return
-        self.asked.add(host)
+        self._requested.add(host)
         path, _, query = request.path.partition("?")
         if paths.fullmatch(path) is None:
             return  # to the host itself
-        if not self.record:
+        if not self._record:
             for name in KEY_HEADERS:
                 request.headers.pop(name, None)
             parts = [part for part in query.split("&") if part.partition("=")[0] not in KEY_PARAMETERS]
@@ -122,7 +104,7 @@ class ModelHosts:
         request.decode(strict=False)  # some agents compress their requests; the gateway reads plain ones
         flow.metadata["polar_host"] = host
         # The URL is set as a whole: it replaces the header Host and HTTP/2's authority too.
-        request.url = self.gateway + self.prefix + quote(host) + path + ("?" + query if query else "")
+        request.url = self._gateway + self._prefix + quote(host) + path + ("?" + query if query else "")
         request.http_version = "HTTP/1.1"
 
     def responseheaders(self, flow: http.HTTPFlow) -> None:
@@ -133,7 +115,32 @@ class ModelHosts:
         host = flow.metadata.get("polar_host")
         refused = flow.server_conn.state is connection.ConnectionState.CLOSED and flow.response is None
         if host is not None and refused and flow.error is not None:
-            self.report("unreachable", host, reason=flow.error.msg)
+            self._report("unreachable", host, reason=flow.error.msg)
+
+    def _paths_of(self, host: str) -> re.Pattern[str] | None:
+        """Return the pattern of the paths of `host` that go to the gateway; None if `host` is not a model host."""
+        return next((paths for names, paths in self._model_hosts if names.fullmatch(host.lower())), None)
+
+    def _report_or_refuse(self, flow: http.HTTPFlow) -> None:
+        """Report a request for a host without models, and refuse it if the setting `others` is `refuse`."""
+        host = flow.request.host
+        if self._others == "refuse":
+            self._report("refused", host)
+            flow.response = http.Response.make(403, f"polar intercept refuses {host}: it is not a model host.\n")
+        else:
+            self._report("other", host)
+
+    def _report(self, event: str, host: str, **more: str) -> None:
+        """Print an event, unless the same event of the same host was printed before."""
+        if (event, host) not in self._reported:
+            self._reported.add((event, host))
+            print(json.dumps({"event": event, "host": host, **more}), flush=True)
 
 
-addons = [ModelHosts()]
+def _requested_host(sni: str | None, context: Context) -> str:
+    """Return the host of a TLS connection in lower case: the name in the handshake, or else the address."""
+    address = context.server.address
+    return (sni or (address[0] if address else "")).lower()
+
+
+addons = [GatewayAddon()]

@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import pkcs12
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from polar_proxy.atomic_file import replace_file
 from polar_proxy.errors import UsageError
 
 JAVA_PASSWORD = "changeit"
@@ -76,9 +77,9 @@ class CertificateAuthority:
         alternatives = x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
         authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
-        for extension, critical in ((alternatives, False), (usage, False), (authority, False)):
-            builder = builder.add_extension(extension, critical)
-        leaf = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+        for extension in (alternatives, usage, authority):
+            builder = builder.add_extension(extension, critical=False)
+        leaf = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         certificate = leaf.sign(ca_key, hashes.SHA256())
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["http/1.1"])
@@ -124,11 +125,11 @@ def _make(authority: CertificateAuthority) -> None:
     unused = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
     usage = x509.KeyUsage(**unused, key_cert_sign=True, crl_sign=True)
     builder = _builder("Polar interception, this machine only", name, key, _CA_DAYS)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
-    certificate = builder.add_extension(usage, True).sign(key, hashes.SHA256())
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    certificate = builder.add_extension(usage, critical=True).sign(key, hashes.SHA256())
     pem = certificate.public_bytes(serialization.Encoding.PEM)
-    _replace(authority.key_and_certificate, _private_pem(key) + pem, 0o600)
-    _replace(authority.certificate, pem, 0o644)
+    replace_file(authority.key_and_certificate, _private_pem(key) + pem, 0o600)
+    replace_file(authority.certificate, pem, 0o644)
 
 
 def _builder(
@@ -143,7 +144,7 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
         .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
 
 
@@ -155,8 +156,8 @@ def _write_trust_files(authority: CertificateAuthority) -> None:
         return
     trusted = [pkcs12.PKCS12Certificate(one, b"polar-%d" % number) for number, one in enumerate(_readable(pem))]
     store = pkcs12.serialize_java_truststore(trusted, serialization.BestAvailableEncryption(JAVA_PASSWORD.encode()))
-    _replace(authority.bundle, pem, 0o644)
-    _replace(authority.java_store, store, 0o644)
+    replace_file(authority.bundle, pem, 0o644)
+    replace_file(authority.java_store, store, 0o644)
 
 
 def _readable(pem: bytes) -> list[x509.Certificate]:
@@ -186,12 +187,3 @@ def _system_bundle(own_folder: Path) -> Path:
 def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     encryption = serialization.NoEncryption()
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, encryption)
-
-
-def _replace(path: Path, data: bytes, mode: int) -> None:
-    """Write a file atomically, by way of a temporary file that only its owner can read."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent)  # mode 600
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    os.chmod(name, mode)
-    os.replace(name, path)

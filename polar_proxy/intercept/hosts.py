@@ -26,14 +26,14 @@ class PathRule:
     """A rule for requests whose whole path matches the regular expression `path`."""
 
     path: str
-    to: str | None = None
+    route: str | None = None
     """The gateway's route that serves these requests. `\\1` is replaced by the first group of `path`. The route decides
     the dialect."""
     passed_on: bool = True
-    """Used with `to`, when the provider answers the calls of `polar intercept`. True: these requests go through the
+    """Used with `route`, when the provider answers the calls of `polar intercept`. True: these requests go through the
     gateway, whose passthrough engine passes them on. False: they go directly to the provider."""
     body: Json | None = None
-    """Used without `to`: the JSON object to answer with. `{name}` in a string is replaced by the request's header
+    """Used without `route`: the JSON object to answer with. `{name}` in a string is replaced by the request's header
     `name`."""
 
 
@@ -45,7 +45,7 @@ class ModelHost:
     hosts: tuple[str, ...]
     """Host names. `*` matches letters, digits and hyphens, but no dot."""
     rules: tuple[PathRule, ...]
-    named: tuple[str, ...] = ()
+    wildcard_values: tuple[str, ...] = ()
     """Known values of `*`, such as regions. In sandboxes, only the names with these values and those in the setting
     `gateway.model_hosts` are intercepted, because /etc/hosts has no patterns."""
     others_pass: bool = False
@@ -55,7 +55,8 @@ class ModelHost:
     def names(self) -> tuple[str, ...]:
         """Return the full names of these hosts, with the known values of `*`."""
         plain = [host for host in self.hosts if "*" not in host]
-        return (*plain, *(host.replace("*", name) for host in self.hosts if "*" in host for name in self.named))
+        patterns = [host for host in self.hosts if "*" in host]
+        return (*plain, *(host.replace("*", value) for host in patterns for value in self.wildcard_values))
 
 
 _OPENAI_CALLS = r"chat/completions|completions|responses(?:/compact)?"
@@ -130,7 +131,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
             PathRule(rf"/v1/({_OPENAI_CALLS}|{_OPENAI_STATE})", r"/v1/\1"),
             PathRule(rf"/v1/({_OPENAI_MODELS})", r"/v1/\1", passed_on=False),
         ),
-        named=("us", "eu"),
+        wildcard_values=("us", "eu"),
     ),
     ModelHost(
         "ChatGPT",  # Codex that is signed in
@@ -171,7 +172,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
             PathRule(r"(/v1[a-z0-9]*/(?:projects/.+/)?publishers/google/models/[^/]+:countTokens)", r"\1"),
             PathRule(rf"/v1[a-z0-9]*/projects/.+/endpoints/openapi/({_OPENAI_CALLS})", r"/v1/\1"),
         ),
-        named=_GOOGLE_REGIONS,
+        wildcard_values=_GOOGLE_REGIONS,
     ),
     ModelHost(
         "Azure",
@@ -188,7 +189,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
         "Bedrock",  # its form of Anthropic Messages
         ("bedrock-runtime.*.amazonaws.com",),
         (PathRule(r"(/model/.+/invoke(?:-with-response-stream)?)", r"\1"),),
-        named=_AWS_REGIONS,
+        wildcard_values=_AWS_REGIONS,
     ),
     ModelHost(
         "OpenRouter",
@@ -221,7 +222,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
             PathRule(r"/models", body={"object": "list", "data": [_COPILOT_MODEL]}),
             PathRule(r"/telemetry.*", body={}),
         ),
-        named=("individual", "business", "enterprise"),
+        wildcard_values=("individual", "business", "enterprise"),
     ),
 )
 
@@ -231,7 +232,7 @@ class InterceptedPath(NamedTuple):
 
     host: ModelHost
     rule: PathRule | None
-    to: str | None
+    route: str | None
     """The gateway's route; None if the gateway does not serve the path."""
 
 
@@ -251,7 +252,7 @@ def find_path(name: str, path: str, *, names: Container[str] | None = None) -> I
         return None
     for rule in row.rules:
         if (found := re.fullmatch(rule.path, path)) is not None:
-            return InterceptedPath(row, rule, None if rule.to is None else found.expand(rule.to))
+            return InterceptedPath(row, rule, None if rule.route is None else found.expand(rule.route))
     return InterceptedPath(row, None, None)
 
 
@@ -278,13 +279,15 @@ def rules_for_proxy(*, record: bool) -> list[Json]:
     all others go directly to the provider.
     """
     return [
-        {
-            "hosts": [_pattern(host) for host in row.hosts],
-            "paths": [rule.path for rule in row.rules if (rule.to is not None and rule.passed_on) or not record]
-            + ([] if record or row.others_pass else [".*"]),
-        }
-        for row in MODEL_HOSTS
+        {"hosts": [_pattern(name) for name in host.hosts], "paths": _paths_for_gateway(host, record)}
+        for host in MODEL_HOSTS
     ]
+
+
+def _paths_for_gateway(host: ModelHost, record: bool) -> list[str]:
+    if record:
+        return [rule.path for rule in host.rules if rule.route is not None and rule.passed_on]
+    return [*(rule.path for rule in host.rules), *(() if host.others_pass else (".*",))]
 
 
 def _pattern(host: str) -> str:

@@ -14,7 +14,7 @@ from polar_proxy.config import Settings
 from polar_proxy.export.conversations import conversation
 from polar_proxy.reading.frame import Columns, RecordFrame
 from polar_proxy.store import Store, default_url, open_store, schema
-from polar_proxy.store.filters import parse_where
+from polar_proxy.store.filters import select_rollouts
 from polar_proxy.types import CallRecord, Json
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Recording:
         """Return the sessions, oldest first."""
         query = select(*(schema.sessions.c[name] for name in _SESSION_COLUMNS)).order_by(schema.sessions.c.session_id)
         if where is not None:
-            query = query.where(schema.sessions.c.rollout_id.in_(_matching(where)))
+            query = query.where(schema.sessions.c.rollout_id.in_(select_rollouts(where)))
         return self._frame(lambda store: _columns(store, query, flags=frozenset()))
 
     def calls(self, where: str | None = None, *, messages: bool = False, tokens: bool = False) -> RecordFrame:
@@ -76,8 +76,8 @@ class Recording:
             if tokens:
                 traces = {
                     trace.trace_id: trace
-                    for name in dict.fromkeys(zip(found["session_id"], found["builder"], strict=True))
-                    for trace in await store.traces.find(session_id=name[0], builder=name[1])
+                    for session_id, builder in dict.fromkeys(zip(found["session_id"], found["builder"], strict=True))
+                    for trace in await store.traces.find(session_id=session_id, builder=builder)
                 }
                 own = [traces[name] for name in found["trace_id"]]
                 found["token_ids"] = [trace.token_ids.tolist() for trace in own]
@@ -104,14 +104,8 @@ class Recording:
 async def _view(store: Store, view: str, key: str, where: str | None) -> Columns:
     query: Select[Any] = select(literal_column("*")).select_from(text(view)).order_by(column(key))
     if where is not None:
-        query = query.where(column("rollout_id").in_(_matching(where)))
+        query = query.where(column("rollout_id").in_(select_rollouts(where)))
     return await _columns(store, query)
-
-
-def _matching(where: str) -> Select[Any]:
-    rollouts, sessions = schema.rollouts, schema.sessions
-    joined = rollouts.outerjoin(sessions, sessions.c.session_id == rollouts.c.session_id)
-    return select(rollouts.c.rollout_id).select_from(joined).where(*parse_where(where))
 
 
 async def _columns(store: Store, query: Select[Any], flags: frozenset[str] = _FLAGS) -> Columns:

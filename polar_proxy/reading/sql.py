@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -82,12 +83,12 @@ async def run_query(store: Store, sql: str, *, limit: int, seconds: float) -> Qu
     if store.database.path is None:
         return await _run_on_postgres(store, sql, limit, seconds)
     calls = _CallReader(store, asyncio.get_running_loop())
-    return await asyncio.to_thread(_run_on_sqlite, str(store.database.path), calls, sql, limit, seconds)
+    return await asyncio.to_thread(_run_on_sqlite, store.database.path, calls, sql, limit, seconds)
 
 
-def _run_on_sqlite(path: str, calls: _CallReader, sql: str, limit: int, seconds: float) -> QueryResult:
+def _run_on_sqlite(path: Path, calls: _CallReader, sql: str, limit: int, seconds: float) -> QueryResult:
     deadline = time.monotonic() + seconds
-    with closing(sqlite3.connect(f"{_file_uri(path)}?mode=ro", uri=True)) as connection:
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
         for name, count, function in calls.functions():
             connection.create_function(name, count, function, deterministic=True)
         for name, query in _VIEWS.items():
@@ -101,12 +102,6 @@ def _run_on_sqlite(path: str, calls: _CallReader, sql: str, limit: int, seconds:
             raise UsageError(_describe(error, calls.problem, seconds)) from error
         names = [one[0] for one in cursor.description or ()]
     return QueryResult(names, rows[:limit], len(rows) > limit)
-
-
-def _file_uri(path: str) -> str:
-    from pathlib import Path
-
-    return Path(path).absolute().as_uri()
 
 
 def _describe(error: sqlite3.Error, problem: str | None, seconds: float) -> str:

@@ -26,12 +26,6 @@ M = TypeVar("M", bound=BaseModel)
 _RATE_SECONDS = 60.0
 _ACTIVE_SECONDS = 300.0
 """A session is active this long after its last call."""
-_CALL_FIELDS = (
-    *("call_id", "session_id", "dialect", "path", "stream", "model", "weight_version", "logprob_mode"),
-    *("status", "http_status", "error", "edge", "parent_call_id", "rule", "ambiguous", "params", "sampling"),
-    *("engine_name", "route", "hooks", "price_usd"),
-    *("started_at", "first_token_at", "ended_at", "cached_tokens"),
-)
 
 
 def convert(model: type[M], row: object, **more: object) -> M:
@@ -270,8 +264,9 @@ def _call_detail(call: CallRecord, texts: list[list[str]] | None, problem: str |
     from polar_proxy.sessions.lineage_reasons import reason_of
 
     engine = call.engine
-    return m.CallDetail(
-        **{name: getattr(call, name) for name in _CALL_FIELDS},
+    return convert(
+        m.CallDetail,
+        call,
         reason=reason_of(call.rule),
         usage=None if call.usage is None else m.CallUsage(**asdict(call.usage)),
         engine=None if engine is None else {**asdict(engine), "capabilities": sorted(engine.capabilities)},

@@ -34,7 +34,7 @@ async def _read_events(store: Store, job_id: str | None, after: EventCursor) -> 
             continue
         if over and job_id is not None:
             end = await store.job_events.end(job_id)
-            if after.stage >= end.stage and after.job >= end.job:
+            if after.rollout_event >= end.rollout_event and after.job_event >= end.job_event:
                 yield [m.Event(id=str(after), event="end", data={"job_id": job_id})]
                 return
         yield []

@@ -12,6 +12,8 @@ from polar_proxy import api_models as m
 from polar_proxy.dialects import parse_recorded
 from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.errors import RequestError
+from polar_proxy.message_text import content_text
+from polar_proxy.records import convert
 from polar_proxy.sessions.lineage_reasons import reason_of
 from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.types import CallRecord, Choice, Message, TextRequest
@@ -38,8 +40,9 @@ def session_calls(
         new = [] if call is None else reader.read(call)
         choices = () if call is None else call.choices
         found.append(
-            m.SessionCall(
-                **{name: getattr(row, name) for name in m.SessionCall.model_fields if hasattr(row, name)},
+            convert(
+                m.SessionCall,
+                row,
                 reason=reason_of(row.rule),
                 new_messages=new,
                 answer=_story_message(choices[0].message, {}) if choices else None,
@@ -120,7 +123,7 @@ def _without_answer(new: Sequence[Message], shared: int) -> Iterator[Message]:
 
 def _story_message(message: Message, tools: dict[str, str]) -> m.StoryMessage:
     """Return a message, shortened. `tools`: tool call id -> name of the tool."""
-    text, left_out = _cut(_text_of(message))
+    text, left_out = _cut(content_text(message.content))
     reasoning, more = _cut(message.reasoning or "")
     return m.StoryMessage(
         role=message.role,
@@ -134,13 +137,6 @@ def _story_message(message: Message, tools: dict[str, str]) -> m.StoryMessage:
             for arguments, rest in [_cut(one.arguments)]
         ],
     )
-
-
-def _text_of(message: Message) -> str:
-    """Return the text of a message; images and files appear as their type."""
-    if not isinstance(message.content, list):
-        return message.content or ""
-    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in message.content)
 
 
 def _cut(text: str) -> tuple[str, int]:

@@ -135,7 +135,7 @@ class Score:
     """Usually 0 to 1. ``None``: the task could not be judged; `detail` says why."""
     detail: Json = field(default_factory=dict)
     log: bytes = b""
-    calls: Mapping[str, float | None] = field(default_factory=dict)
+    call_rewards: Mapping[str, float | None] = field(default_factory=dict)
     """Rewards of single calls, by call id."""
     signs: tuple[str, ...] = ()
     """Signs of reward hacking that were seen while the work was judged. `evaluate` adds them to `detail`."""

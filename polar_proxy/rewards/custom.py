@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -130,11 +130,11 @@ class PythonEvaluator(Evaluator):
             raise EvaluatorError(f"{self.function} raised {type(error).__name__}: {error}") from error
 
     def _checked(self, score: Score, work: EvaluationInput) -> Score:
-        for name, value in (("its reward", score.reward), *score.calls.items()):
+        for name, value in (("its reward", score.reward), *score.call_rewards.items()):
             if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
                 raise EvaluatorError(f"{self.function}: {name} is {value!r}; a finite number or None was expected")
-        if unknown := sorted(set(score.calls) - {call.call_id for call in work.calls}):
+        if unknown := sorted(set(score.call_rewards) - {call.call_id for call in work.calls}):
             raise EvaluatorError(f"{self.function} rewards {unknown[0]}, which is not a call of this rollout")
         reward = None if score.reward is None else float(score.reward)
         detail = score.detail if reward is not None else {"no_reward": f"{self.function} returned None", **score.detail}
-        return Score(reward, detail, score.log, score.calls)
+        return replace(score, reward=reward, detail=detail)

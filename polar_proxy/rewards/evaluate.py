@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from polar_proxy.rewards.base import (
@@ -34,11 +35,16 @@ async def evaluate(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
         work = replace(work, leave_out=await patterns_to_leave_out(work, sandboxes))
         work = replace(work, changed_paths=await changed_paths(work.patch, work.leave_out))
     except PatchDoesNotApplyError as error:
-        return _not_applied(error)
+        score = _not_applied(error)
+        return _add_findings(score, score.signs, ())
     scores = [await _score(evaluator, work, sandboxes) for evaluator in evaluators]
     score = scores[0] if len(scores) == 1 else combine_scores(evaluators, scores)
     left_out = sorted(set(paths) - set(work.changed_paths))
     signs = {*patch_signs(work.patch, paths, left_out, work.task), *(sign for one in scores for sign in one.signs)}
+    return _add_findings(score, signs, left_out)
+
+
+def _add_findings(score: Score, signs: Iterable[str], left_out: Sequence[str]) -> Score:
     found: Json = {"signs": sorted(signs), "left_out": left_out[:_LISTED_PATHS]}
     return replace(score, detail={**score.detail, **{name: value for name, value in found.items() if value}})
 
@@ -51,10 +57,10 @@ async def _score(evaluator: Evaluator, work: EvaluationInput, sandboxes: Sandbox
 
 
 def _not_applied(error: PatchDoesNotApplyError) -> Score:
+    message = str(error)
+    signs = ("escapes_paths",) if _LEAVES_WORKSPACE.search(message) else ()
     detail: Json = {"patch_applied": False, "solved": False}
-    if _LEAVES_WORKSPACE.search(str(error)):
-        detail["signs"] = ["escapes_paths"]
-    return Score(0.0, detail, str(error).encode(errors="replace"))
+    return Score(0.0, detail, message.encode(errors="replace"), signs=signs)
 
 
 def combine_scores(evaluators: Sequence[Evaluator], scores: Sequence[Score]) -> Score:
@@ -64,17 +70,17 @@ def combine_scores(evaluators: Sequence[Evaluator], scores: Sequence[Score]) -> 
     The rewards of each single call are combined in the same way, over the evaluators that rewarded this call.
     """
     pairs = list(zip(evaluators, scores, strict=True))
-    calls = {call_id for score in scores for call_id in score.calls}
-    by_call = {
-        call_id: _weighted_mean([(e.weight, score.calls[call_id]) for e, score in pairs if call_id in score.calls])
-        for call_id in sorted(calls)
-    }
+    by_call: defaultdict[str, list[tuple[float, float | None]]] = defaultdict(list)
+    for evaluator, score in pairs:
+        for call_id, reward in score.call_rewards.items():
+            by_call[call_id].append((evaluator.weight, reward))
+    call_rewards = {call_id: _weighted_mean(rewards) for call_id, rewards in sorted(by_call.items())}
     parts = [
         {"kind": evaluator.kind, "weight": evaluator.weight, "reward": score.reward, **score.detail}
         for evaluator, score in pairs
     ]
     log = b"".join(f"=== {e.kind}\n".encode() + score.log.rstrip(b"\n") + b"\n" for e, score in pairs)
-    return Score(_weighted_mean([(e.weight, score.reward) for e, score in pairs]), {"parts": parts}, log, by_call)
+    return Score(_weighted_mean([(e.weight, score.reward) for e, score in pairs]), {"parts": parts}, log, call_rewards)
 
 
 def reward_source(task: EvaluatedTask) -> str:

@@ -50,7 +50,7 @@ class HarborEvaluator(Evaluator):
     tests: str
     """Folder on this machine; it appears as /tests."""
     digest: str
-    """`folder_digest` of `tests` when the task was read: tests that changed since then are not run."""
+    """`files_digest` of `tests` when the task was read: tests that changed since then are not run."""
     kind: Literal["harbor"] = "harbor"
     weight: float = 1.0
     env: Mapping[str, str] = field(default_factory=dict)
@@ -67,10 +67,9 @@ class HarborEvaluator(Evaluator):
 
     async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
         """Run the script. There is no reward if the script writes none, runs out of time or is killed."""
-        folder = Path(self.tests)
-        if folder_digest(folder) != self.digest:
-            raise EvaluatorError(f"{folder} has changed since its task was read; run the task again")
-        files = folder_files(folder)
+        files = folder_files(Path(self.tests))
+        if files_digest(files) != self.digest:
+            raise EvaluatorError(f"{self.tests} has changed since its task was read; run the task again")
         programs = [f"{TESTS}/{name}" for name, (_, executable) in files.items() if executable]
         seconds = work.task.timeout_seconds
         async with patched_workspace(sandboxes, work) as workspace:
@@ -80,8 +79,7 @@ class HarborEvaluator(Evaluator):
             command = ("sh", "-c", f"exec {TESTS}/test.sh 2>&1")
             text = " ".join(data.decode(errors="replace") for name, (data, _) in files.items() if name.endswith(".sh"))
             ran = await run_guarded(workspace, command, text, work.changed_paths, env=self.env, seconds=seconds)
-            result = ran.result
-            log = result.stdout + result.stderr
+            result, log = ran.result, ran.log
             detail: Json = {"patch_applied": True, "exit_code": result.exit_code, "timed_out": result.timed_out}
             try:
                 rewards = await _read_rewards(workspace, result, seconds)
@@ -169,9 +167,9 @@ def folder_files(folder: Path) -> dict[str, tuple[bytes, bool]]:
     return found
 
 
-def folder_digest(folder: Path) -> str:
-    """Return the SHA-256 over the names, modes and contents of `folder_files`."""
+def files_digest(files: Mapping[str, tuple[bytes, bool]]) -> str:
+    """Return the SHA-256 over the names, modes and contents of files from `folder_files`."""
     digest = hashlib.sha256()
-    for name, (data, executable) in folder_files(folder).items():
+    for name, (data, executable) in files.items():
         digest.update(f"{len(name.encode())}:{name}:{int(executable)}:{len(data)}:".encode() + data)
     return digest.hexdigest()

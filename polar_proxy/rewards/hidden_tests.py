@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from polar_proxy.allowed_code import is_code
 from polar_proxy.errors import BadTaskError
 from polar_proxy.rewards.base import (
     EvaluatedTask,
@@ -34,8 +35,8 @@ from polar_proxy.rewards.base import (
     patched_workspace,
 )
 from polar_proxy.rewards.guarded import GuardedResult, run_guarded
-from polar_proxy.rewards.isolated import TestPlan, TestReport, plan_pytest, plan_shell_command, plan_tests, run_tests
-from polar_proxy.rewards.log_parsers import LogParser, Verdict, get_parser, own_parsers
+from polar_proxy.rewards.isolated import TestPlan, TestReport, plan_pytest, plan_shell_command, plan_unittest, run_tests
+from polar_proxy.rewards.log_parsers import LogParser, Verdict, check_parser, get_parser
 from polar_proxy.types import Json
 
 _START = ">>>>> Start Test Output"
@@ -69,17 +70,17 @@ class HiddenTestsEvaluator(Evaluator):
     in `hidden_files`."""
 
     def check(self, task: EvaluatedTask) -> None:
-        own_parsers(self.parser)
-        if self.by_value and self._plan(task) is None:
-            raise BadTaskError("by_value: test_command must be python3 -m unittest with the names of hidden tests")
+        check_parser(self.parser)
         if not task.test_command:
             raise BadTaskError("test_command: required by the evaluator `tests`")
+        if self.by_value and self._plan(task) is None:
+            raise BadTaskError("by_value: test_command must be python3 -m unittest with the names of hidden tests")
         if not (task.fail_to_pass or task.pass_to_pass):
             raise BadTaskError("fail_to_pass: name a test here or in pass_to_pass; without a test, any result passes")
 
     @property
     def code_names(self) -> Iterable[str]:
-        return own_parsers(self.parser)
+        return (self.parser,) if is_code(self.parser) else ()
 
     @property
     def runs(self) -> int:
@@ -119,11 +120,12 @@ class HiddenTestsEvaluator(Evaluator):
 
     def _plan(self, task: EvaluatedTask) -> TestPlan | None:
         """Return the plan by which Polar's own runner runs the tests; None if there is none for the task's command."""
-        planner = {"unittest": plan_tests, "pytest": plan_pytest, "pytest_v2": plan_pytest}.get(self.parser)
-        plan = None if planner is None else planner(task.test_command)
-        if plan is not None and self.by_value and plan.style != "unittest":
-            return None
-        return replace(plan, style="values") if plan is not None and self.by_value else plan
+        if self.parser == "unittest":
+            plan = plan_unittest(task.test_command)
+            return replace(plan, style="values") if plan is not None and self.by_value else plan
+        if self.parser in ("pytest", "pytest_v2") and not self.by_value:
+            return plan_pytest(task.test_command)
+        return None
 
     async def _run(
         self, task: EvaluatedTask, workspace: Workspace, changed_paths: Sequence[str], parse: LogParser
@@ -159,7 +161,7 @@ class SwebenchEvaluator(Evaluator):
     """R2E-Gym: exactly these tests must have exactly these verdicts. Replaces FAIL_TO_PASS and PASS_TO_PASS."""
 
     def check(self, task: EvaluatedTask) -> None:
-        own_parsers(self.parser)
+        check_parser(self.parser)
         if not self.command and not self.eval_script:
             raise BadTaskError("command: give the command that runs the tests, or an eval_script")
         if not (task.fail_to_pass or task.pass_to_pass or self.expected):
@@ -167,7 +169,7 @@ class SwebenchEvaluator(Evaluator):
 
     @property
     def code_names(self) -> Iterable[str]:
-        return own_parsers(self.parser)
+        return (self.parser,) if is_code(self.parser) else ()
 
     @property
     def protected_files(self) -> Iterable[str]:

@@ -71,7 +71,7 @@ class TestReport:
     signs: tuple[str, ...] = ()
 
 
-def plan_tests(command: Sequence[str]) -> TestPlan | None:
+def plan_unittest(command: Sequence[str]) -> TestPlan | None:
     """Return the plan by which Polar's runner runs the same tests as this command, or None.
 
     Only ``python -m unittest`` with names of modules, classes or tests has a plan; other commands are run as they are.
@@ -108,13 +108,13 @@ def plan_pytest(command: Sequence[str]) -> TestPlan | None:
 
 
 def plan_shell_command(command: str) -> TestPlan | None:
-    """Like `plan_tests`, for a shell command that is a single program with arguments."""
+    """Like `plan_unittest`, for a shell command that is a single program with arguments."""
     try:
         words = shlex.split(command)
     except ValueError:
         return None
     plain = words and "\n" not in command.strip() and not any(letter in command for letter in ";&|<>$`(){}*?~#=")
-    return plan_tests(words) if plain else None
+    return plan_unittest(words) if plain else None
 
 
 async def run_tests(

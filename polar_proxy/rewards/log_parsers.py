@@ -213,16 +213,11 @@ _ALIASES: Mapping[str, str] = {
 }
 
 
-def own_parsers(name: str) -> tuple[str, ...]:
-    """Return (`name`,) if `name` is a function of the user, ``module:function``, and () if `name` is one of Polar's
-    parsers.
-
-    Imports nothing. Raises `BadTaskError` if `name` is neither.
-    """
-    if is_code(name):
-        return (name,)
-    get_parser(name)
-    return ()
+def check_parser(name: str) -> None:
+    """Raise `BadTaskError` unless `name` is one of Polar's parsers or has the form ``module:function``. Imports
+    nothing."""
+    if not is_code(name):
+        get_parser(name)
 
 
 def get_parser(name: str, code: AllowedCode = NO_CODE) -> LogParser:

@@ -339,7 +339,7 @@ class AttemptRunner:
 
     async def _record_reward(self, attempt: RunningAttempt, task: Task, score: Score) -> None:
         source = reward_source(task)
-        for call_id, value in score.calls.items():
+        for call_id, value in score.call_rewards.items():
             await self.store.rewards.add(attempt.rollout_id, value, source, {}, call_id=call_id)
         await self.store.rewards.add(attempt.rollout_id, score.reward, source, score.detail)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polar_proxy.store import RolloutRow, Store
-from polar_proxy.temporary import left_folders
+from polar_proxy.temporary import abandoned_folders, process_exists
 from polar_proxy.traces.operations import build_traces, exclude_session
 from sandboxes import orphans
 from sandboxes.remove_tree import remove_tree
@@ -30,7 +30,7 @@ async def recover(store: Store) -> list[str]:
     Call it before this process creates or claims its first rollout.
     """
     lines = describe_removed(await orphans.sweep())
-    for folder in left_folders():
+    for folder in abandoned_folders():
         await asyncio.to_thread(remove_tree, folder)
     groups: set[str] = set()
     for rollout in await store.rollouts.interrupted():
@@ -147,7 +147,7 @@ def _worker_is_dead(worker: str) -> bool:
     host, pid, _ = worker.rsplit(":", 2)
     if host != socket.gethostname():
         return False
-    return int(pid) == os.getpid() or _is_gone(int(pid))
+    return int(pid) == os.getpid() or not process_exists(int(pid))
 
 
 def _owner_is_dead(rollout: RolloutRow) -> bool:
@@ -156,20 +156,10 @@ def _owner_is_dead(rollout: RolloutRow) -> bool:
     if rollout.owner_host != socket.gethostname() or pid is None:
         return False
     # This process has created no rollout yet, so its own process id was reused.
-    if pid == os.getpid() or _is_gone(pid):
+    if pid == os.getpid() or not process_exists(pid):
         return True
     began = _process_start(pid)
     return began is not None and began > rollout.created_at + 1.0
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
 
 
 def _process_start(pid: int) -> float | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_proxy.config import SandboxSettings
-from polar_proxy.rewards.harbor import folder_digest, folder_files
+from polar_proxy.rewards.harbor import files_digest, folder_files
 from polar_proxy.rollouts.pool import SandboxOpener
 from polar_proxy.rollouts.workspace import (
     WorkspaceError,
@@ -115,9 +115,10 @@ class TaskSandboxes:
         async with docker_engine.docker_client() as engine:
             image = environment.image
             if environment.build is not None:
-                image = f"polar-task:{(await asyncio.to_thread(folder_digest, Path(environment.build)))[:16]}"
+                files = await asyncio.to_thread(folder_files, Path(environment.build))
+                image = f"polar-task:{(await asyncio.to_thread(files_digest, files))[:16]}"
                 async with self._locks[image]:
-                    await _build_image(engine, Path(environment.build), image, self._build_limits(environment))
+                    await _build_image(engine, environment.build, files, image, self._build_limits(environment))
             if environment.workdir is not None or environment.repository is not None:
                 return image, environment.workdir
             with docker_engine.translate_errors():
@@ -141,20 +142,21 @@ class TaskSandboxes:
 # ---------------------------------------------------------------- images
 
 
-async def _build_image(engine: Any, folder: Path, tag: str, limits: BuildLimits) -> None:
+async def _build_image(
+    engine: Any, folder: str, files: Mapping[str, tuple[bytes, bool]], tag: str, limits: BuildLimits
+) -> None:
     if await docker_engine.inspect_image(engine, tag) is not None:
         return
-    context = await asyncio.to_thread(_pack_folder, folder)
+    context = await asyncio.to_thread(_pack_files, files)
     try:
         await build_image(engine, context, tag, limits)
     except SandboxError as error:
         raise WorkspaceError(f"the image of {folder} cannot be built: {error}") from error
 
 
-def _pack_folder(folder: Path) -> bytes:
-    """Return an archive of the folder's own files. Raises `BadTaskError` for a link."""
+def _pack_files(files: Mapping[str, tuple[bytes, bool]]) -> bytes:
     entries = []
-    for name, (data, executable) in folder_files(folder).items():
+    for name, (data, executable) in files.items():
         entry = tarfile.TarInfo(name)
         entry.mode = 0o755 if executable else 0o644
         entries.append((entry, data))

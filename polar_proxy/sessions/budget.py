@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from polar_proxy.errors import RequestError
 from polar_proxy.rollout_spec import SessionBudget
+from polar_proxy.store.repositories.sessions import SessionSummary
 from polar_proxy.types import Json
 
 _FINAL_ANSWERS = 10
@@ -33,23 +34,6 @@ class BudgetSpentError(RequestError):
     def __init__(self, limit: str) -> None:
         text = f"The budget of this session is spent ({limit}). No further call is answered; stop here."
         super().__init__(text, status=403, code="insufficient_quota")
-
-
-class StoredUsage(Protocol):
-    """The counters of a session's row."""
-
-    @property
-    def calls(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def completion_tokens(self) -> int: ...
-    @property
-    def price_usd(self) -> float | None: ...
-    @property
-    def last_call_at(self) -> float | None: ...
-    @property
-    def spent(self) -> str | None: ...
 
 
 class BudgetUsage:
@@ -75,7 +59,7 @@ class BudgetUsage:
         self._last_end: float | None = None
         self._final_answers = 0
 
-    def load(self, row: StoredUsage) -> None:
+    def load(self, row: SessionSummary) -> None:
         """Take over the store's counts where they are larger. The store also counts the calls of other gateways, but
         may lack the latest calls of this gateway."""
         self._calls = max(self._calls, row.calls)

@@ -45,6 +45,8 @@ class Quote:
 
 @dataclass(slots=True)
 class CallNode:
+    """A call, as the index of a session's calls keeps it."""
+
     call_id: str
     thread: str
     client_thread: str | None
@@ -52,9 +54,9 @@ class CallNode:
     edge: Edge
     parent_call_id: str | None
     rule: str | None
-    asked: bytes
-    """Hash key of the request's messages."""
-    ids: bytes
+    request_key: bytes
+    """Key of the request's messages."""
+    ids_chain: bytes
     """Key of the ids of the tool calls in the request."""
     spelling: bytes
     """Key of the request's assistant turns, including their white space and reasoning."""
@@ -81,9 +83,9 @@ class CallIndex:
     """The calls of a session, under each key by which they are looked up."""
 
     by_id: dict[str, CallNode] = field(default_factory=dict)
-    asked: dict[bytes, list[CallNode]] = field(default_factory=dict)
+    by_request: dict[bytes, list[CallNode]] = field(default_factory=dict)
     """Calls by the key of their request's messages."""
-    ends: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
+    by_conversation: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """Answers by the key of the conversation that ends with the answer."""
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """Answers by the key of all assistant turns up to the answer."""
@@ -99,10 +101,13 @@ class CallIndex:
     """The newest calls with quotes, the newest last."""
     compactions: list[CallNode] = field(default_factory=list)
 
-    def add(self, node: CallNode, parent: CallNode | None) -> None:
+    def parent_of(self, node: CallNode) -> CallNode | None:
+        return self.by_id.get(node.parent_call_id or "")
+
+    def add(self, node: CallNode) -> None:
         """Index a call by its request, and count it as a child of its parent."""
         self.by_id[node.call_id] = node
-        self.asked.setdefault(node.asked, []).append(node)
+        self.by_request.setdefault(node.request_key, []).append(node)
         if node.edge != "side_call":
             if node.client_thread is not None:
                 self.threads[node.client_thread] = node
@@ -110,6 +115,7 @@ class CallIndex:
                 self.compactions.append(node)
             else:
                 self.newest = node
+        parent = self.parent_of(node)
         if parent is None:
             return
         if node.edge == "retries":
@@ -119,7 +125,7 @@ class CallIndex:
 
     def add_answers(self, node: CallNode) -> None:
         for answer in node.answers:
-            self.ends.setdefault(answer.end, []).append((node, answer))
+            self.by_conversation.setdefault(answer.conversation_key, []).append((node, answer))
             turn = answer.turn
             self.assistant_chains.setdefault(turn.assistant_chain, []).append((node, answer))
             self.exchanges.setdefault(turn.exchange, []).append(node)
@@ -135,9 +141,9 @@ class CallIndex:
         This is the larger of two numbers: how many answered calls have the same request, and how many consecutive
         calls, up to this one, have the same answer.
         """
-        same_request = sum(other.state in ANSWERED for other in self.asked[node.asked])
+        same_request = sum(other.state in ANSWERED for other in self.by_request[node.request_key])
         same_answer, here = 1, node
-        while (parent := self.by_id.get(here.parent_call_id or "")) is not None:
+        while (parent := self.parent_of(here)) is not None:
             if not parent.failed:
                 if _answer_digest(parent) != _answer_digest(node):
                     break
@@ -157,10 +163,10 @@ def fingerprint_of(node: CallNode) -> Json:
     """
     fingerprint: Json = {
         "form": _FINGERPRINT_FORM,
-        "asked": node.asked.hex(),
-        "ids": node.ids.hex(),
+        "asked": node.request_key.hex(),
+        "ids": node.ids_chain.hex(),
         "spelling": node.spelling.hex(),
-        "answers": [{"end": answer.end.hex(), **_turn_to_json(answer.turn)} for answer in node.answers],
+        "answers": [{"end": answer.conversation_key.hex(), **_turn_to_json(answer.turn)} for answer in node.answers],
     }
     if node.client_thread is not None:
         fingerprint["thread"] = node.client_thread
@@ -184,8 +190,8 @@ def node_from_store(row: StoredLineage) -> CallNode | None:
         edge=row.edge,
         parent_call_id=row.parent_call_id,
         rule=row.rule,
-        asked=bytes.fromhex(fingerprint["asked"]),
-        ids=bytes.fromhex(fingerprint["ids"]),
+        request_key=bytes.fromhex(fingerprint["asked"]),
+        ids_chain=bytes.fromhex(fingerprint["ids"]),
         spelling=bytes.fromhex(fingerprint["spelling"]),
         at=row.ended_at,
         state=row.status,

@@ -38,6 +38,7 @@ from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import CannotContinueError, Engine, ExactPrompt, is_constrained
 from polar_proxy.errors import EngineError, RequestError, StoreError
 from polar_proxy.offload import OffloadThread
+from polar_proxy.sessions.hashing import turn_start
 from polar_proxy.sessions.lineage import Base
 from polar_proxy.sessions.marked_rendering import (
     MARKINGS,
@@ -52,8 +53,8 @@ from polar_proxy.sessions.state import (
     MarkedText,
     PromptConfig,
     SessionState,
-    has_rewritten_text,
     reasoning_prefix,
+    tokens_match_texts,
 )
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, PromptMode
 
@@ -233,7 +234,7 @@ class PromptBuilder:
         choice = next((choice for choice in call.choices if choice.index == base.choice), None) if call else None
         if call is None or choice is None or call.prompt_ids is None or not choice.token_ids.size:
             return None
-        if call.sampling.get("hidden_call") or has_rewritten_text(call):
+        if not tokens_match_texts(call):
             return None
         try:
             request = recorded_request(call)
@@ -279,16 +280,15 @@ class PromptBuilder:
     ) -> tuple[str, AfterAnswer]:
         """Return the rendering of the request, and the part of it that follows the base's answer. Raises
         RenderingError."""
-        messages, asked = request.messages, base.messages
-        while asked and messages[asked - 1].role == "assistant":
-            asked -= 1
+        messages = request.messages
+        answer_start = turn_start(messages, base.end)
         problem = RenderingError("answer_not_found")
         plain: str | None = None
         for marking in sorted(MARKINGS, key=lambda marking: marking != self._marking):
             marked = await self._thread.run(request.large, self._marker.mark, messages, marking)
-            front = replace(request, messages=marked[:asked])
+            front = replace(request, messages=marked[:answer_start])
             known = session.marked_text
-            front_text = known.text if known is not None and known.is_front(request, asked, marking) else None
+            front_text = known.text if known is not None and known.is_front(request, answer_start, marking) else None
             fronts, plains = [front] if front_text is None else [], [request] if plain is None else []
             texts = await self._engine.render_texts([replace(request, messages=marked), *fronts, *plains])
             whole_text = texts[0]
@@ -296,13 +296,14 @@ class PromptBuilder:
             plain = texts[-1] if plain is None else plain
             if self._marker.unmark(whole_text) != plain:
                 continue  # the template reads the texts that were marked
-            compare = partial(compare_renderings, whole_text, front_text, messages, base.messages, self._marker, stops)
+            compare = partial(compare_renderings, whole_text, front_text, messages, base.end, self._marker, stops)
             try:
                 found = await self._thread.run(request.large, compare)
             except RenderingError as error:
                 if error.problem != "history_changed":
                     problem = error
                     continue
+                # The template may open the next answer with a text that past answers do not have.
                 (closed,) = await self._engine.render_texts([front], generation=False)
                 if not front_text.startswith(closed):
                     raise

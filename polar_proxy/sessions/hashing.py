@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import orjson
@@ -174,7 +176,7 @@ class AssistantTurn:
 class AnswerNode:
     """An answer of a call, as the index of a session's calls keeps it."""
 
-    end: bytes
+    conversation_key: bytes
     """Key of the conversation that ends with this answer."""
     turn: AssistantTurn
     """The answer, together with any assistant messages at the end of the request, because they form one turn."""
@@ -186,7 +188,7 @@ class HashChain:
 
     keys: tuple[bytes, ...]
     turns: tuple[AssistantTurn, ...]
-    last: bytes
+    last_digest: bytes
     """Digest of the last message, or of the last turn if that message is the assistant's; empty without messages."""
 
     def ids_chain(self, end: int | None = None) -> bytes:
@@ -220,64 +222,58 @@ class MessageHasher:
 
     def chain(self, messages: Sequence[Message], previous: HashedConversation | None = None) -> HashChain:
         """Return the keys of a conversation. Messages that it has in common with `previous` are not hashed again."""
-        start = 0 if previous is None else _shared_prefix(messages, previous.messages)
-        keys = [self._root] if previous is None else list(previous.chain.keys[: start + 1])
-        turns = [] if previous is None else [turn for turn in previous.chain.turns if turn.end <= start]
+        keys: list[bytes] = [self._root]
+        turns: list[AssistantTurn] = []
         last = b""
-        if previous is not None and start:
-            known = start == len(previous.messages)
-            last = previous.chain.last if known else self.digest(messages[start - 1])
-        run: list[Message] = []  # the assistant messages of the current turn
-        run_start, asked = keys[-1], last
-        results: set[tuple[bytes, str | None]] = set()
-        for position in range(start, len(messages)):
-            message = messages[position]
-            if message.role == "assistant":
-                if not run:
-                    run_start, asked = keys[-1], last
-                    results.clear()
-                run.append(message)
-                ends = position + 1 == len(messages) or messages[position + 1].role != "assistant"
-                if len(run) > _MERGED_SO_FAR and not ends:
-                    keys.append(_link(keys[-1], self.digest(message)))
-                    continue
-                if turns and turns[-1].end > position + 1 - len(run):
-                    turns.pop()
-                turn = self._turn(run, position + 1, turns[-1] if turns else None, asked)
+        if previous is not None and (start := _shared_prefix(messages, previous.messages)):
+            known = previous.chain
+            keys = list(known.keys[: start + 1])
+            turns = list(known.turns[: bisect_right(known.turns, start, key=lambda turn: turn.end)])
+            last = known.last_digest if start == len(previous.messages) else self.digest(messages[start - 1])
+        for is_turn, group in groupby(messages[len(keys) - 1 :], key=lambda message: message.role == "assistant"):
+            if is_turn:
+                run = list(group)
+                turn = self._turn(run, len(keys) - 1 + len(run), turns[-1] if turns else None, last)
                 turns.append(turn)
-                keys.append(_link(run_start, turn.digest))
+                keys += self._turn_keys(run, keys[-1], turn.digest)
                 last = turn.digest
                 continue
-            run = []
-            last = digest = self.digest(message)
-            if message.role in ("tool", "function") and "repeated_results" in self._active:
-                result = (digest, message.tool_call_id)
-                if result in results:
-                    keys.append(keys[-1])
-                    continue
-                results.add(result)
-            keys.append(_link(keys[-1], digest))
+            results: set[tuple[bytes, str | None]] = set()
+            for message in group:
+                last = self.digest(message)
+                result = (last, message.tool_call_id)
+                keys.append(keys[-1] if result in results else _link(keys[-1], last))
+                if message.role in ("tool", "function") and "repeated_results" in self._active:
+                    results.add(result)
         return HashChain(tuple(keys), tuple(turns), last)
 
-    def answer_node(self, asked: HashedConversation, answer: Message) -> AnswerNode:
-        """Return the node of an answer to the conversation `asked`.
+    def _turn_keys(self, run: Sequence[Message], key_before: bytes, digest: bytes) -> list[bytes]:
+        """Return the key after each message of an assistant turn, whose digest is `digest`."""
+        keys: list[bytes] = []
+        for length in range(1, len(run)):
+            if length <= _MERGED_SO_FAR:
+                keys.append(_link(key_before, self.digest(_merge(run[:length]))))
+            else:
+                keys.append(_link(keys[-1], self.digest(run[length - 1])))
+        return [*keys, _link(key_before, digest)]
+
+    def answer_node(self, conversation: HashedConversation, answer: Message) -> AnswerNode:
+        """Return the node of an answer to a conversation.
 
         If the conversation ends with assistant messages, the answer and these messages are one turn.
         """
-        messages, chain = asked.messages, asked.chain
-        start = len(messages)
-        while start and messages[start - 1].role == "assistant":
-            start -= 1
+        messages, chain = conversation.messages, conversation.chain
+        start = turn_start(messages, len(messages))
         prefilled = start < len(messages)
         turns = chain.turns[:-1] if prefilled else chain.turns
-        last = chain.last if not prefilled else self.digest(messages[start - 1]) if start else b""
-        run = [*messages[start:], answer]
-        turn = self._turn(run, len(messages) + 1, turns[-1] if turns else None, last)
+        last = chain.last_digest if not prefilled else self.digest(messages[start - 1]) if start else b""
+        turn = self._turn([*messages[start:], answer], len(messages) + 1, turns[-1] if turns else None, last)
         return AnswerNode(_link(chain.keys[start], turn.digest), turn)
 
-    def _turn(self, run: Sequence[Message], end: int, before: AssistantTurn | None, asked: bytes) -> AssistantTurn:
-        """Return the turn of neighbouring assistant messages. `asked`: digest of the message before them."""
-        whole = run[0] if len(run) == 1 else _merge(run)
+    def _turn(self, run: Sequence[Message], end: int, before: AssistantTurn | None, preceding: bytes) -> AssistantTurn:
+        """Return the turn of neighbouring assistant messages. `before`: the turn before this one. `preceding`: the
+        digest of the message before this turn."""
+        whole = _merge(run)
         digest, ids = self.digest(whole), call_ids(whole)
         spelling = hash_json(text_and_reasoning(whole))
         return AssistantTurn(
@@ -286,7 +282,7 @@ class MessageHasher:
             ids_chain=_link(before.ids_chain if before else EMPTY, hash_json(ids)),
             spelling=_link(before.spelling if before else EMPTY, spelling),
             digest=digest,
-            exchange=_link(asked, digest),
+            exchange=_link(preceding, digest),
             ids=ids,
             length=text_length(whole),
         )
@@ -308,7 +304,7 @@ class MessageHasher:
             if item.pattern is not None and role in item.roles and item.guard in text:
                 text = item.pattern.sub(item.replacement, text)
         if "white_space" in self._active:
-            return _without_white_space(text) if role == "assistant" else text.strip()
+            return without_white_space(text) if role == "assistant" else text.strip()
         return text
 
     def _content(self, role: str, content: str | list[Json] | None) -> Any:
@@ -342,7 +338,7 @@ class MessageHasher:
 _THINKING = frozenset({"thinking", "redacted_thinking", "reasoning"})
 
 
-def _without_white_space(text: str) -> str:
+def without_white_space(text: str) -> str:
     # `translate` is several times as fast as `split`, but for ASCII only.
     return text.translate(_NO_WHITE_SPACE) if text.isascii() else "".join(text.split())
 
@@ -404,8 +400,17 @@ def _opens_turn(messages: Sequence[Message], at: int) -> bool:
     return at < len(messages) and messages[at].role == "assistant" and messages[at - 1].role != "assistant"
 
 
+def turn_start(messages: Sequence[Message], end: int) -> int:
+    """Return the index of the first message of the assistant turn that ends before index `end`; `end` if none does."""
+    while end and messages[end - 1].role == "assistant":
+        end -= 1
+    return end
+
+
 def _merge(run: Sequence[Message]) -> Message:
     """Return neighbouring assistant messages as one."""
+    if len(run) == 1:
+        return run[0]
     contents = [message.content for message in run if message.content]
     content: str | list[Json]
     if all(isinstance(item, str) for item in contents):

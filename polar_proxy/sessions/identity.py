@@ -140,11 +140,10 @@ def key_of_request(headers: Mapping[str, str], query_key: str | None) -> str | N
     The key is in Authorization, x-api-key, x-goog-api-key or ?key=. If there are several, the first in this order
     counts. `headers`: by lower-case name.
     """
-    authorization = headers.get("authorization")
-    if authorization:
-        scheme, _, value = authorization.partition(" ")
-        return value.strip() if scheme.lower() == "bearer" else authorization
-    return headers.get("x-api-key") or headers.get("x-goog-api-key") or query_key
+    authorization = headers.get("authorization", "")
+    scheme, _, value = authorization.partition(" ")
+    key = value.strip() if scheme.lower() == "bearer" else authorization
+    return key or headers.get("x-api-key") or headers.get("x-goog-api-key") or query_key
 
 
 def key_without_api_key(headers: Mapping[str, str], connection: str) -> str:

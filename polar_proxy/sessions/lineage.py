@@ -23,12 +23,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 
 from polar_proxy.sessions import rules
 from polar_proxy.sessions.call_index import CallIndex, CallNode, QuoteKind
-from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, HashChain, HashedConversation, call_ids, text_of
+from polar_proxy.sessions.hashing import (
+    AnswerNode,
+    AssistantTurn,
+    HashChain,
+    HashedConversation,
+    call_ids,
+    text_of,
+    without_white_space,
+)
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.rules import RequestTexts
 from polar_proxy.types import ANSWERED, Edge, Message
@@ -41,11 +49,11 @@ _OPENING = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """An answered call. Its messages and answer mean the same as the first `messages` messages of a request."""
+    """An answered call. Its messages and answer mean the same as the first `end` messages of a request."""
 
     call_id: str
     choice: int
-    messages: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,7 @@ class Decision:
     edge: Edge
     parent: CallNode | None = None
     rule: str | None = None
+    _: KW_ONLY
     ambiguous: bool = False
     own_thread: bool = False
     """True if the call begins a new thread instead of continuing its parent's."""
@@ -126,15 +135,15 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
         return _new_conversation(index, query, compaction)
     if compaction is not None:
         # A request with another system prompt is a separate conversation, even if it contains all turns.
-        own = extended.rule in ("opening_regenerated", "messages_reworded", "outputs_changed")
-        edge: Edge = "subagent" if own else extended.edge
-        return Decision(edge, extended.parent, compaction.name, extended.ambiguous and not own, own, True)
+        if extended.rule in ("opening_regenerated", "messages_reworded", "outputs_changed"):
+            return Decision("subagent", extended.parent, compaction.name, own_thread=True, compaction=True)
+        return replace(extended, rule=compaction.name, compaction=True)
     if extended.parent is not None and extended.parent.compaction and extended.rule == "opening_regenerated":
         # The summary is shown as the agent's own first turn.
         compacted = rules.match(rules.COMPACTED, query.texts, query.metadata)
         return Decision("compacts", extended.parent, compacted.name if compacted else "quotes_a_summary")
-    leaves_line = extended.edge == "rewinds" or extended.rule == "branches"
-    if leaves_line and (summary := _inserted_summary(index, query)) is not None:
+    branches_off = extended.edge == "rewinds" or extended.rule == "branches"
+    if branches_off and (summary := _inserted_summary(index, query)) is not None:
         return Decision("compacts", summary, "quotes_a_summary")
     return _forked(index, query, extended)
 
@@ -148,7 +157,7 @@ def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
     for end in range(len(keys) - 1, 0, -1):
         if query.messages[end - 1].role != "assistant":
             continue  # a repeated tool result has the key of the first
-        found = [pair for pair in index.ends.get(keys[end], ()) if pair[0].state in ANSWERED]
+        found = [pair for pair in index.by_conversation.get(keys[end], ()) if pair[0].state in ANSWERED]
         if found:
             node, _ = choose_parent(found, query, end)
             answer = next(answer for owner, answer in found if owner is node)
@@ -159,7 +168,7 @@ def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
 def choose_parent(
     found: Sequence[tuple[CallNode, AnswerNode]], query: PlacementQuery, end: int
 ) -> tuple[CallNode, bool]:
-    """Return which of several matching calls the request extends, and whether the choice is certain.
+    """Return which of several matching calls the request extends, and whether the choice is ambiguous.
 
     `found`: the matching calls, each with the answer that the request repeats. `end`: number of the request's messages
     up to the end of this answer.
@@ -177,14 +186,14 @@ def choose_parent(
         ]
     for test in tests:
         if len({id(node) for node, _ in left}) == 1:
-            return left[-1][0], True
+            return left[-1][0], False
         passed = [pair for pair in left if test(*pair)]
         left = passed or left
     calls = list({id(node): node for node, _ in left}.values())
     if len(calls) == 1:
-        return calls[0], True
+        return calls[0], False
     unfinished = [node for node in calls if not node.continued]
-    return (unfinished or calls)[-1], False
+    return (unfinished or calls)[-1], True
 
 
 # 1. The same request again
@@ -196,8 +205,8 @@ def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decisio
 
     The ids distinguish parallel runs whose messages mean the same.
     """
-    asked = index.asked.get(query.chain.keys[-1], ())
-    same = [node for node in asked if query.same_thread(node) and node.ids == query.chain.ids_chain()]
+    found = index.by_request.get(query.chain.keys[-1], ())
+    same = [node for node in found if query.same_thread(node) and node.ids_chain == query.chain.ids_chain()]
     if query.chain.turns:
         # The next attempt at a request that failed may keep more reasoning.
         equal = [node for node in same if node.spelling == query.chain.turns[-1].spelling]
@@ -209,18 +218,18 @@ def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decisio
     if query.metadata.retry > 0 or failed:
         rule = "sdk_retry_header" if query.metadata.retry > 0 else "asked_again_after_failure"
         return Decision("retries", newest, rule, compaction=newest.compaction)
-    if (first := _answered_in_this_run(index, query, same, window)) is not None:
-        return Decision("retries", first, "asked_again_in_one_run", True, compaction=first.compaction)
+    if (answered := _answered_in_this_run(index, query, same, window)) is not None:
+        return Decision("retries", answered, "asked_again_in_one_run", ambiguous=True, compaction=answered.compaction)
     twin = same[0]
-    while twin.edge == "retries" and twin.parent_call_id in index.by_id:
-        twin = index.by_id[twin.parent_call_id]
-    parent = index.by_id.get(twin.parent_call_id) if twin.parent_call_id else None
+    parent = index.parent_of(twin)
+    while twin.edge == "retries" and parent is not None:
+        twin, parent = parent, index.parent_of(parent)
     undecided = any(node.state == "running" or query.now - node.at < window for node in same)
     return Decision(
         "root" if twin.edge == "retries" else twin.edge,
         parent,
         "same_request_again" if undecided else twin.rule,
-        undecided,
+        ambiguous=undecided,
         own_thread=parent is None or twin.edge in ("subagent", "side_call"),
         compaction=twin.compaction,
     )
@@ -250,25 +259,26 @@ def _answered_in_this_run(
 def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
     """Return the decision for a request that contains the messages, or the assistant turns, of an earlier call."""
     keys = query.chain.keys
-    end, asked = _longest_known(index, query)
-    asked_before = [node for node in index.asked.get(keys[asked], ()) if query.same_thread(node)] if asked else []
+    answer_end, request_end = _longest_known(index, query)
+    requests = [node for node in index.by_request.get(keys[request_end], ()) if query.same_thread(node)]
     for turn in reversed(query.chain.turns):
-        if turn.end <= max(end, asked if asked_before else 0):
+        if turn.end <= (max(answer_end, request_end) if requests else answer_end):
             break
         if turn.assistant_chain in index.assistant_chains:
-            return _rewritten(index.assistant_chains[turn.assistant_chain], query, turn, max(end, asked))
-    parent, sure = choose_parent(index.ends[keys[end]], query, end) if end else (None, True)
+            return _rewritten(index.assistant_chains[turn.assistant_chain], query, turn, max(answer_end, request_end))
+    found = index.by_conversation[keys[answer_end]] if answer_end else []
+    parent, ambiguous = choose_parent(found, query, answer_end) if found else (None, False)
     partial = parent is not None and parent.failed
     # A request may end with a part of a failed answer: then both end at the same message.
-    if asked_before and (asked > end or partial) and not _summary_follows(query, asked):
-        return _rewound(asked_before, query, asked)
+    if requests and (request_end > answer_end or partial) and not _summary_follows(query, request_end):
+        return _rewound(requests, query, request_end)
     if parent is None:
         return None
     if partial:
-        return Decision("rewinds", parent, "partial_answer_kept", not sure)
-    several = len({id(node) for node, _ in index.ends[keys[end]]}) > 1
-    rule = "twins" if not sure else "by_call_ids" if several else "branches" if parent.continued else "extends"
-    return Decision("continues", parent, rule, not sure)
+        return Decision("rewinds", parent, "partial_answer_kept", ambiguous=ambiguous)
+    several = len({id(node) for node, _ in found}) > 1
+    rule = "twins" if ambiguous else "by_call_ids" if several else "branches" if parent.continued else "extends"
+    return Decision("continues", parent, rule, ambiguous=ambiguous)
 
 
 def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
@@ -279,13 +289,13 @@ def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
     it would be smaller than the first.
     """
     keys = query.chain.keys
-    asked = 0
-    for length in range(len(keys) - 1, 0, -1):
-        if not asked and length < len(query.messages) and keys[length] in index.asked:
-            asked = length
-        if keys[length] in index.ends:
-            return length, asked
-    return 0, asked
+    request_end = 0
+    for end in range(len(keys) - 1, 0, -1):
+        if not request_end and end < len(query.messages) and keys[end] in index.by_request:
+            request_end = end
+        if keys[end] in index.by_conversation:
+            return end, request_end
+    return 0, request_end
 
 
 def _summary_follows(query: PlacementQuery, same: int) -> bool:
@@ -293,26 +303,26 @@ def _summary_follows(query: PlacementQuery, same: int) -> bool:
 
     The mark need not be in the first of the three: Codex puts the user's messages before a summary.
     """
-    following = RequestTexts.of(query.messages[same : same + 3], None)
+    following = RequestTexts.of(query.messages[same : same + 3], has_tools=False)
     return rules.match(rules.COMPACTED, following, query.metadata) is not None
 
 
-def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, asked: int) -> Decision:
+def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, request_end: int) -> Decision:
     """Return the decision for a request that contains the conversation of earlier calls, but not their answer."""
-    ids = query.chain.ids_chain(asked)
-    left = [node for node in candidates if node.ids == ids] or list(candidates)
-    rest = query.messages[asked:]
+    ids_chain = query.chain.ids_chain(request_end)
+    left = [node for node in candidates if node.ids_chain == ids_chain] or list(candidates)
+    rest = query.messages[request_end:]
     kept = [node for node in left if _keeps_part(node, rest)]
     left = kept or [node for node in left if not node.retried] or left
     left = [node for node in left if node.failed] or [node for node in left if not node.continued] or left
-    parent = left[-1]
+    parent, ambiguous = left[-1], len(left) > 1
     rule = rules.match_changed(rules.CONTINUATIONS, [message for message in rest[:3] if message.role == "user"])
     if rule is not None:
-        return Decision("rewinds", parent, rule.name, len(left) > 1)
+        return Decision("rewinds", parent, rule.name, ambiguous=ambiguous)
     if rest[0].role != "assistant":
-        return Decision("rewinds", parent, "answer_removed", len(left) > 1)
+        return Decision("rewinds", parent, "answer_removed", ambiguous=ambiguous)
     name = "answer_replaced" if not kept else "partial_answer_kept" if parent.failed else "answer_cut"
-    return Decision("rewinds", parent, name, len(left) > 1)
+    return Decision("rewinds", parent, name, ambiguous=ambiguous)
 
 
 def _keeps_part(node: CallNode, rest: Sequence[Message]) -> bool:
@@ -322,17 +332,13 @@ def _keeps_part(node: CallNode, rest: Sequence[Message]) -> bool:
     stream breaks, harnesses keep the items that were complete.
     """
     run = list(itertools.takewhile(lambda message: message.role == "assistant", rest))
-    text = _without_space("".join(map(text_of, run)))
+    text = without_white_space("".join(map(text_of, run)))
     ids = {ident for message in run for ident in call_ids(message)}
     if ids:
         return node.failed and any(ids.issubset(answer.turn.ids) for answer in node.answers)
     if text:
-        return _without_space(node.text).startswith(text) and not any(message.tool_calls for message in run)
+        return without_white_space(node.text).startswith(text) and not any(message.tool_calls for message in run)
     return bool(run) and node.failed  # its reasoning, or nothing
-
-
-def _without_space(text: str) -> str:
-    return "".join(text.split())
 
 
 def _rewritten(
@@ -343,20 +349,20 @@ def _rewritten(
     `found`: the calls with these turns. `turn`: the last of the turns. `same`: how many messages at the beginning are
     equal.
     """
-    parent, sure = choose_parent(found, query, turn.end)
+    parent, ambiguous = choose_parent(found, query, turn.end)
     changed = query.messages[same : turn.end]
     outputs = [message for message in changed if message.role == "tool"]
     if (rule := rules.match_changed(rules.MASKED, outputs)) is not None:
-        return Decision("compacts", parent, rule.name, not sure)
+        return Decision("compacts", parent, rule.name, ambiguous=ambiguous)
     until = next((turn.end - 1 - same for turn in query.chain.turns if turn.end > same), len(changed))
     segment = changed[:until]
     if same == 0 or not any(turn.end <= same for turn in query.chain.turns):
         # One short turn may occur in two unrelated conversations.
         weak = len(query.chain.turns) == 1 and not turn.ids and turn.length < _MIN_EVIDENCE
-        return Decision("continues", parent, "opening_regenerated", not sure or weak)
+        return Decision("continues", parent, "opening_regenerated", ambiguous=ambiguous or weak)
     if any(message.role == "tool" for message in segment):
-        return Decision("continues", parent, "outputs_changed", True)
-    return Decision("continues", parent, "messages_reworded", not sure)
+        return Decision("continues", parent, "outputs_changed", ambiguous=True)
+    return Decision("continues", parent, "messages_reworded", ambiguous=ambiguous)
 
 
 def _inserted_summary(index: CallIndex, query: PlacementQuery) -> CallNode | None:
@@ -394,7 +400,7 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
             or bool(query.quoted([parent], "answer", "argument"))
             or _single_thread(index)
         )
-        return Decision("subagent", parent, compaction.name, not sure, True, True)
+        return Decision("subagent", parent, compaction.name, ambiguous=not sure, own_thread=True, compaction=True)
     if _is_new_subagent(index, query):
         parent = index.threads.get(metadata.parent_thread or "")
         return Decision("subagent", parent, "harness_says_subagent", own_thread=True)
@@ -407,9 +413,9 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
     if quoting or (compacted is not None and summaries):
         parent = (quoting or [node for node in summaries if not node.continued] or summaries)[-1]
         name = compacted.name if compacted is not None else "quotes_a_summary"
-        return Decision("compacts", parent, name, not quoting and len(summaries) > 1)
+        return Decision("compacts", parent, name, ambiguous=not quoting and len(summaries) > 1)
     if compacted is not None:
-        return Decision("root", None, compacted.name, True, own_thread=True)
+        return Decision("root", None, compacted.name, ambiguous=True, own_thread=True)
     return by_turn or _root_or_quoted(index, query)
 
 
@@ -429,20 +435,20 @@ def _after_sampled_turn(index: CallIndex, query: PlacementQuery) -> Decision | N
         found = index.exchanges.get((turn.digest, turn.ids)) or index.exchanges.get(turn.exchange) or []
         if found := [node for node in found if query.same_thread(node)]:
             open_ends = [node for node in found if not node.continued] or found
-            parent, several = open_ends[-1], len(open_ends) > 1
+            parent, ambiguous = open_ends[-1], len(open_ends) > 1
             if _misses_turns(index, parent, {other.digest for other in query.chain.turns}):
-                return Decision("compacts", parent, "older_turns_dropped", several)
-            return Decision("continues", parent, "turns_moved", several)
+                return Decision("compacts", parent, "older_turns_dropped", ambiguous=ambiguous)
+            return Decision("continues", parent, "turns_moved", ambiguous=ambiguous)
     return None
 
 
 def _misses_turns(index: CallIndex, node: CallNode, turns: Collection[bytes]) -> bool:
     """Return whether the conversation that `node` continues has an earlier answer that is not in `turns` (digests)."""
-    parent = index.by_id.get(node.parent_call_id or "")
+    parent = index.parent_of(node)
     while parent is not None and node.edge in ("continues", "retries", "rewinds"):
         if node.edge == "continues" and not any(answer.turn.digest in turns for answer in parent.answers):
             return True
-        node, parent = parent, index.by_id.get(parent.parent_call_id or "")
+        node, parent = parent, index.parent_of(parent)
     return False
 
 
@@ -454,11 +460,11 @@ def _root_or_quoted(index: CallIndex, query: PlacementQuery) -> Decision:
     if not any(message.role == "assistant" for message in query.messages):
         if callers := query.quoted(index.quotable, "agent_prompt"):
             idle = [node for node in callers if not node.continued] or callers
-            return Decision("subagent", idle[-1], "prompt_from_tool_call", len(idle) > 1, own_thread=True)
+            return Decision("subagent", idle[-1], "prompt_from_tool_call", ambiguous=len(idle) > 1, own_thread=True)
         if query.quoted(index.quotable, "argument"):
-            return Decision("root", None, "prompt_from_unknown_tool", True, own_thread=True)
+            return Decision("root", None, "prompt_from_unknown_tool", ambiguous=True, own_thread=True)
     if query.quoted(index.quotable, "answer"):
-        return Decision("root", None, "quotes_an_answer", True, own_thread=True)
+        return Decision("root", None, "quotes_an_answer", ambiguous=True, own_thread=True)
     return Decision("root", own_thread=True)
 
 

@@ -21,7 +21,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from polar_proxy.sequences import equal_start
+from polar_proxy.sequences import first_difference
+from polar_proxy.sessions.hashing import turn_start
 from polar_proxy.types import Message, ToolCall
 
 
@@ -123,7 +124,7 @@ class Marker:
         self._pattern = re.compile(f"{self._word}n([0-9]+)([cz])")
 
     def mark(self, messages: Sequence[Message], marking: Marking) -> tuple[Message, ...]:
-        return tuple(self._marked(message, place, marking) for place, message in enumerate(messages))
+        return tuple(self._marked(message, index, marking) for index, message in enumerate(messages))
 
     def unmark(self, text: str) -> str:
         return self._pattern.sub("", text)
@@ -137,20 +138,20 @@ class Marker:
         out: dict[int, tuple[int, int]] = {}
         names: Counter[int] = Counter()
         for found in self._pattern.finditer(text):
-            place = int(found[1])
+            index = int(found[1])
             if found[2] == "c":
-                names[place] += 1
-                if names[place] > sum(_has_no_strings(call) for call in messages[place].tool_calls):
+                names[index] += 1
+                if names[index] > sum(_has_no_strings(call) for call in messages[index].tool_calls):
                     continue
-            out[place] = out.get(place, found.span())[0], found.end()
+            out[index] = out.get(index, found.span())[0], found.end()
         return out
 
     def last_end(self, text: str) -> int:
         """Return the end of the last mark in a text; 0 if there is none."""
         return max((found.end() for found in self._pattern.finditer(text)), default=0)
 
-    def _marked(self, message: Message, place: int, marking: Marking) -> Message:
-        mark = f"{self._word}n{place}z"
+    def _marked(self, message: Message, index: int, marking: Marking) -> Message:
+        mark = f"{self._word}n{index}z"
         answer = message.role == "assistant"
         first = mark if (marking.before_answers if answer else marking.before) else ""
         last = mark if answer or marking.after else ""
@@ -171,7 +172,7 @@ class Marker:
             content = (content or "") + mark
         reasoning = around(message.reasoning) if message.reasoning else message.reasoning
         calls = tuple(
-            replace(call, name=f"{call.name}{self._word}n{place}c")
+            replace(call, name=f"{call.name}{self._word}n{index}c")
             if _has_no_strings(call)
             else replace(call, arguments=_marked_arguments(call, mark, first, last))
             for call in message.tool_calls
@@ -221,42 +222,38 @@ def compare_renderings(
     whole_text: str,
     front_text: str,
     messages: Sequence[Message],
-    answered: int,
+    answer_end: int,
     marker: Marker,
     stops: Collection[str],
     opening: str | None = None,
 ) -> AfterAnswer:
-    """Return the text that the template writes after the last answer among the first `answered` messages.
+    """Return the text that the template writes after the last answer among the first `answer_end` messages.
 
     `whole_text` is the rendering of all messages. `front_text` is the rendering of the messages before the answer. Both
     have marks. Raises RenderingError if the conversation cannot be continued, for instance because the fixed texts
     before the answer differ (`compare_fronts`).
     """
-    asked = answered
-    while asked and messages[asked - 1].role == "assistant":
-        asked -= 1
-    whole = cut(whole_text, messages, answered, marker, stops)
-    found = after_answer(whole, messages, answered, marker, whole_text)
-    compare_fronts(cut(front_text, messages, asked, marker, stops), whole, marker, opening)
+    whole = cut(whole_text, messages, answer_end, marker, stops)
+    found = after_answer(whole, messages, answer_end, marker)
+    answer_start = turn_start(messages, answer_end)
+    compare_fronts(cut(front_text, messages, answer_start, marker, stops), whole, marker, opening)
     return found
 
 
-def cut(
-    text: str, messages: Sequence[Message], answered: int, marker: Marker, stops: Collection[str]
-) -> MarkedRendering:
-    """Cut a rendering at the answers among the first `answered` messages.
+def cut(text: str, messages: Sequence[Message], count: int, marker: Marker, stops: Collection[str]) -> MarkedRendering:
+    """Cut a rendering at the answers among the first `count` messages.
 
     `stops` are the texts of the tokens that end an answer. Raises RenderingError if the answers are rendered in another
     order.
     """
     extents = marker.extents(text, messages)
-    seen = [place for place in range(answered) if messages[place].role == "assistant" and place in extents]
+    seen = [index for index in range(count) if messages[index].role == "assistant" and index in extents]
     pattern = re.compile("|".join(re.escape(stop) for stop in sorted(stops, key=len, reverse=True)))
     begins = sorted(begin for begin, _ in extents.values())
     fixed: list[str] = []
     position, stop = 0, ""
-    for place in seen:
-        start, end = extents[place]
+    for index in seen:
+        start, end = extents[index]
         if start < position:
             raise RenderingError("history_changed", "the answers are rendered in another order")
         fixed.append(text[position:start])
@@ -284,17 +281,17 @@ def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker
     if base.answers != whole.answers[: len(base.answers)] or len(base.fixed) > len(whole.fixed) - 1:
         raise RenderingError("history_changed", "the template shows other past answers than before")
     last = len(base.fixed) - 1
-    for place, (before, now) in enumerate(zip(base.fixed, whole.fixed, strict=False)):
+    for index, (before, now) in enumerate(zip(base.fixed, whole.fixed, strict=False)):
         if before == now:
             continue
-        (asked, tail), (asked_now, tail_now) = _parts(before, marker), _parts(now, marker)
-        if place == last and opening:
+        (marked, tail), (marked_now, tail_now) = _parts(before, marker), _parts(now, marker)
+        if index == last and opening:
             tail = tail.removesuffix(opening)
-        if asked != asked_now:
-            raise RenderingError("history_changed", _first_difference(asked, asked_now))
+        if marked != marked_now:
+            raise RenderingError("history_changed", _describe_difference(marked, marked_now))
         one, two = _essential(tail), _essential(tail_now)
-        if not (two.startswith(one) or (place < last and one.startswith(two))):
-            raise RenderingError("history_changed", _first_difference(one, two))
+        if not (two.startswith(one) or (index < last and one.startswith(two))):
+            raise RenderingError("history_changed", _describe_difference(one, two))
 
 
 def _parts(fixed: str, marker: Marker) -> tuple[str, str]:
@@ -309,29 +306,27 @@ def _essential(text: str) -> str:
     return text
 
 
-def _first_difference(one: str, two: str) -> str:
-    place = equal_start(one, two)
-    return f"{one[place : place + 40]!r} is now {two[place : place + 40]!r}"
+def _describe_difference(one: str, two: str) -> str:
+    start = first_difference(one, two)
+    return f"{one[start : start + 40]!r} is now {two[start : start + 40]!r}"
 
 
-def after_answer(
-    whole: MarkedRendering, messages: Sequence[Message], answered: int, marker: Marker, text: str
-) -> AfterAnswer:
-    """Return what the template writes after the answer `messages[answered - 1]`.
+def after_answer(whole: MarkedRendering, messages: Sequence[Message], answer_end: int, marker: Marker) -> AfterAnswer:
+    """Return what the template writes after the answer `messages[answer_end - 1]`.
 
     Raises RenderingError if the answer or a later message is not found in the rendering, or if the answer's end cannot
     be determined."""
-    if not whole.answers or whole.answers[-1] != answered - 1:
+    if not whole.answers or whole.answers[-1] != answer_end - 1:
         raise RenderingError("answer_not_found")
-    for place in range(answered, len(messages)):
-        extent = whole.extents.get(place)
-        if _has_text(messages[place]) and (extent is None or extent[0] < whole.after):
-            raise RenderingError("message_lost", f"message {place + 1} is not rendered after the last answer")
-    if any(begin < whole.after for place, (begin, _) in whole.extents.items() if place >= answered):
+    for index in range(answer_end, len(messages)):
+        extent = whole.extents.get(index)
+        if _has_text(messages[index]) and (extent is None or extent[0] < whole.after):
+            raise RenderingError("message_lost", f"message {index + 1} is not rendered after the last answer")
+    if any(begin < whole.after for index, (begin, _) in whole.extents.items() if index >= answer_end):
         raise RenderingError("message_lost", "a new message is not rendered after the last answer")
-    if not whole.stop and not _end_is_marked(messages[answered - 1]):
+    if not whole.stop and not _end_is_marked(messages[answer_end - 1]):
         raise RenderingError("no_end_of_turn", "neither a stop token nor a mark shows where the answer ends")
-    return AfterAnswer(whole.stop, marker.unmark(text[whole.after :]))
+    return AfterAnswer(whole.stop, marker.unmark(whole.fixed[-1]))
 
 
 def _end_is_marked(answer: Message) -> bool:

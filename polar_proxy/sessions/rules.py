@@ -7,15 +7,15 @@ Rules are data: each has a name, a reason, and the harness and version whose beh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from polar_proxy.sessions.hashing import text_of
 from polar_proxy.sessions.identity import ClientMetadata
-from polar_proxy.types import ChatRequest, Message
+from polar_proxy.types import Message
 
-_HEAD = 4000
+_SEARCHED_CHARS = 4000
 """Number of characters at the beginning, and at the end, of a text that are searched for a rule's pattern."""
 
 
@@ -260,10 +260,10 @@ class RequestTexts:
     system: str
     first: tuple[str, ...]
     last: str
-    tools: bool
+    has_tools: bool
 
     @classmethod
-    def of(cls, messages: tuple[Message, ...], request: ChatRequest | None) -> RequestTexts:
+    def of(cls, messages: Sequence[Message], *, has_tools: bool) -> RequestTexts:
         system: list[str] = []
         first: list[str] = []
         for message in messages[:8]:
@@ -276,14 +276,14 @@ class RequestTexts:
             system=_ends_of("\n".join(system)),
             first=tuple(first),
             last=_ends_of(text_of(newest)) if newest is not None and newest.role == "user" else "",
-            tools=bool(request and request.tools),
+            has_tools=has_tools,
         )
 
 
 def match(rules: Iterable[Rule], texts: RequestTexts, metadata: ClientMetadata) -> Rule | None:
     for rule in rules:
         if (
-            (rule.tools is None or rule.tools == texts.tools)
+            (rule.tools is None or rule.tools == texts.has_tools)
             and (rule.request_kind is None or rule.request_kind == metadata.request)
             and (rule.system is None or _finder(rule.system)(texts.system))
             and (rule.first is None or any(map(_finder(rule.first), texts.first)))
@@ -307,4 +307,4 @@ def _finder(pattern: str) -> Callable[[str], re.Match[str] | None]:
 
 
 def _ends_of(text: str) -> str:
-    return text if len(text) <= 2 * _HEAD else text[:_HEAD] + "\n" + text[-_HEAD:]
+    return text if len(text) <= 2 * _SEARCHED_CHARS else text[:_SEARCHED_CHARS] + "\n" + text[-_SEARCHED_CHARS:]

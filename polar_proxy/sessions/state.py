@@ -123,12 +123,12 @@ class MarkedText:
     def size(self) -> int:
         return _REQUEST_BYTES + len(self.text)
 
-    def is_front(self, request: ChatRequest, messages: int, marking: Hashable) -> bool:
-        """Return whether the first `messages` messages of a request are rendered to this text."""
+    def is_front(self, request: ChatRequest, count: int, marking: Hashable) -> bool:
+        """Return whether the first `count` messages of a request are rendered to this text."""
         mine = self.request
         return (
             marking == self.marking
-            and request.messages[:messages] == mine.messages
+            and request.messages[:count] == mine.messages
             and request.tools == mine.tools
             and request.template_kwargs == mine.template_kwargs
         )
@@ -256,14 +256,14 @@ class SessionState:
         last: LastRequest | None = self._cache.get(self.session_id)
         return None if last is None else last.conversation
 
-    def hash(self, request: EngineRequest, last: HashedConversation | None) -> HashedRequest:
+    def hash(self, request: EngineRequest, previous: HashedConversation | None) -> HashedRequest:
         """Hash a request for `place`. May run in any thread.
 
-        `last` is `last_conversation`: messages that it has in common with the request are not hashed again.
+        `previous` is `last_conversation`: messages that it has in common with the request are not hashed again.
         """
         messages = _messages(request)
-        texts = RequestTexts.of(messages, request if isinstance(request, ChatRequest) else None)
-        return HashedRequest(HashedConversation(messages, self._hasher.chain(messages, last)), texts)
+        texts = RequestTexts.of(messages, has_tools=isinstance(request, ChatRequest) and bool(request.tools))
+        return HashedRequest(HashedConversation(messages, self._hasher.chain(messages, previous)), texts)
 
     def place(
         self,
@@ -294,13 +294,13 @@ class SessionState:
             edge=decision.edge,
             parent_call_id=None if parent is None else parent.call_id,
             rule=decision.rule,
-            asked=chain.keys[-1],
-            ids=chain.ids_chain(),
+            request_key=chain.keys[-1],
+            ids_chain=chain.ids_chain(),
             spelling=chain.turns[-1].spelling if chain.turns else EMPTY,
             at=now,
             compaction=decision.compaction,
         )
-        self._index.add(node, parent)
+        self._index.add(node)
         return Lineage(
             call_id=call_id,
             edge=node.edge,
@@ -342,7 +342,7 @@ class SessionState:
         self._index = CallIndex()
         for node in nodes:
             node.continued, node.retried = 0, False
-            self._index.add(node, self._index.by_id.get(node.parent_call_id or ""))
+            self._index.add(node)
             self._index.add_answers(node)
 
     def unrecorded(self, call_id: str) -> CallRecord | None:
@@ -378,7 +378,7 @@ class SessionState:
         for row in calls:
             node = node_from_store(row)
             if node is not None and node.call_id not in self._index.by_id:
-                self._index.add(node, self._index.by_id.get(node.parent_call_id or ""))
+                self._index.add(node)
                 self._index.add_answers(node)
                 self._count_repeats(node)
 
@@ -435,9 +435,7 @@ class SessionState:
 
         `config`: digests of the request's tools and template options; None for a raw prompt, whose tokens are not kept.
         """
-        if record.status != "ok" or record.prompt_ids is None or config is None or record.sampling.get("hidden_call"):
-            return
-        if has_rewritten_text(record):
+        if record.status != "ok" or record.prompt_ids is None or config is None or not tokens_match_texts(record):
             return
         before = self.answered_call(base) if base is not None else None
         reasoning = before.reasoning if before is not None else ()
@@ -445,8 +443,8 @@ class SessionState:
             # The next call extends the new answer, which contains these tokens: keeping each answer of a conversation
             # would take memory that grows with the square of its length.
             self._cache.pop((base.call_id, base.choice), None)
+        stop = tuple(record.sampling.get("stop", ()))
         for choice in record.choices:
-            stop = tuple(record.sampling.get("stop", ()))
             self.remember_answer(
                 record.call_id, record.prompt_ids, choice, stop, config, reasoning, engine_name=record.engine_name
             )
@@ -470,11 +468,12 @@ class SessionState:
         return answered
 
 
-def has_rewritten_text(call: CallRecord) -> bool:
-    """Return whether a hook changed the messages or the answer of a call, so that its tokens do not encode its recorded
-    texts."""
+def tokens_match_texts(call: CallRecord) -> bool:
+    """Return whether a call's tokens encode its recorded texts: no hook changed its messages or its answer, and the
+    tokens have no tool call that the agent was not shown."""
     changes = call.hooks or {}
-    return "answer" in changes or "messages" in changes.get("request", {})
+    rewritten = "answer" in changes or "messages" in changes.get("request", {})
+    return not rewritten and not call.sampling.get("hidden_call")
 
 
 def reasoning_prefix(message: Message) -> tuple[str, ...]:

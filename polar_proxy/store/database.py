@@ -36,9 +36,9 @@ from polar_proxy.store.sqlite_file import (
     RollbackOnClose,
     check_free_space,
     is_locked,
-    listen,
     name_lock_holder,
     probe_file,
+    set_up_connections,
     write_lock_holders,
 )
 from polar_proxy.store.urls import display_url, sqlite_path
@@ -166,8 +166,8 @@ class Database:
             self._worker_engine = create_engine(blocking, pool_size=1, **own, **_JSON)
             self._reader_engine = create_engine(blocking, pool_size=_READERS, **own, **_JSON)
             self._checkpointer = Checkpointer(self.path)
-            listen(self._worker_engine, writes=True)
-            listen(self._reader_engine, writes=False)
+            set_up_connections(self._worker_engine, writes=True)
+            set_up_connections(self._reader_engine, writes=False)
 
     @cached_property
     def _writer(self) -> AsyncEngine:
@@ -179,7 +179,7 @@ class Database:
             return self._make_async_engine(pool_size=8, max_overflow=0, pool_pre_ping=True, connect_args=connect)
         own = {"factory": RollbackOnClose}
         engine = self._make_async_engine(pool_size=1, max_overflow=0, pool_timeout=120, connect_args=own)
-        listen(engine.sync_engine, writes=True)
+        set_up_connections(engine.sync_engine, writes=True)
         return engine
 
     @cached_property
@@ -189,7 +189,7 @@ class Database:
             return self._writer
         own = {"factory": RollbackOnClose}
         engine = self._make_async_engine(pool_size=4, max_overflow=4, connect_args=own)
-        listen(engine.sync_engine, writes=False)
+        set_up_connections(engine.sync_engine, writes=False)
         return engine
 
     def _make_async_engine(self, **options: Any) -> AsyncEngine:

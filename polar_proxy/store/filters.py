@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, not_, or_, select
+from sqlalchemy import ColumnElement, Select, func, not_, or_, select
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store.schema import rollouts, sessions, tasks
@@ -51,6 +51,9 @@ _VERSIONED = ("harness", "engine")
 _CONDITION = re.compile(r"(\w+)\s*(>=|<=|!=|==|=|>|<)\s*(.+)")
 _LONGEST = 4096
 
+rollouts_with_sessions = rollouts.outerjoin(sessions, sessions.c.session_id == rollouts.c.session_id)
+"""The tables to which the SQL of conditions refers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Condition:
@@ -59,6 +62,11 @@ class Condition:
     text: str
     name: str
     clause: ColumnElement[bool]
+
+
+def select_rollouts(text: str) -> Select[Any]:
+    """Select the ids of the rollouts that meet conditions (see `parse_where`)."""
+    return select(rollouts.c.rollout_id).select_from(rollouts_with_sessions).where(*parse_where(text))
 
 
 def parse_where(text: str) -> list[ColumnElement[bool]]:

@@ -25,7 +25,7 @@ from polar_proxy.offload import OffloadThread
 from polar_proxy.store import schema
 from polar_proxy.store.batch_writer import BatchWriter, concerns_any_record
 from polar_proxy.store.database import Database, StoreUncertainError, StoreUnreachableError, is_unavailable
-from polar_proxy.store.encoding.serializer import CallSerializer, SerializedCalls
+from polar_proxy.store.encoding.serializer import CallSerializer, RowBatch
 from polar_proxy.store.repositories.conversations import append_items
 from polar_proxy.types import CallRecord
 
@@ -146,22 +146,19 @@ class GroupCommit:
             _resolve(future, record, None if record.call_id in stored else error)
 
     async def _commit_together(self, lane: _Lane, batch: _Commits) -> None:
-        records = [record for record, _ in batch]
-        serialize = partial(lane.serializer.serialize, records)
+        serialize = partial(lane.serializer.serialize, [record for record, _ in batch])
         if lane.thread is None:
-            rows, refused = await self._database.write_in_thread(serialize, self._write, PATIENCE_SECONDS)
+            rows = await self._database.write_in_thread(serialize, self._write, PATIENCE_SECONDS)
             lane.serializer.mark_stored(rows)
         else:
-            made = await lane.thread.run(True, serialize)
-            rows, refused = await self._database.write(
-                lambda connection: self._write(connection, made), PATIENCE_SECONDS
-            )
+            rows = await lane.thread.run(True, serialize)
+            await self._database.write(lambda connection: self._write(connection, rows), PATIENCE_SECONDS)
             await lane.thread.run(True, lane.serializer.mark_stored, rows)
         for position, (record, future) in enumerate(batch):
-            _resolve(future, record, refused.get(position))
+            _resolve(future, record, rows.refused.get(position))
 
-    def _write(self, connection: Connection, serialized: SerializedCalls) -> SerializedCalls:
-        rows, _ = serialized
+    def _write(self, connection: Connection, rows: RowBatch) -> RowBatch:
+        """Insert the rows, and return them to the caller of `write_in_thread`, which made them in the thread."""
         for statement, values in (
             (self._insert_engines, [rows.engines[key] for key in sorted(rows.engines)]),
             (self._insert_settings, [rows.settings[key] for key in sorted(rows.settings)]),
@@ -176,7 +173,7 @@ class GroupCommit:
         append_items(connection, rows.conversation_items)
         if self.shared and rows.calls:
             self._settle_open_calls(connection, {str(row["call_id"]) for row in rows.calls})
-        return serialized
+        return rows
 
     def _settle_open_calls(self, connection: Connection, call_ids: set[str]) -> None:
         """Delete the announcements (rows of `open_calls`) of committed calls, in the transaction of the commit.

@@ -154,8 +154,8 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def clean_label(text: str | None) -> str | None:
-    """Return a label or name given by a user, without secrets and without characters that databases refuse."""
+def storable_text(text: str | None) -> str | None:
+    """Return a text without secrets and without characters that databases refuse."""
     return None if text is None else json_codec.clean_text(without_secrets(text))
 
 

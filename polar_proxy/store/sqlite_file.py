@@ -47,7 +47,7 @@ class RollbackOnClose(sqlite3.Connection):
         self._closed = True
 
 
-def listen(engine: Engine, *, writes: bool) -> None:
+def set_up_connections(engine: Engine, *, writes: bool) -> None:
     """Set up the SQLite connections of an engine when they are opened and when a transaction begins."""
     begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
 

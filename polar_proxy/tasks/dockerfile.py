@@ -41,6 +41,8 @@ def read_dockerfile(context: Path, workdir: str | None = None) -> DockerfileWork
     env: dict[str, str] = {}
     for number, word, rest in _instructions(read_text(context, "Dockerfile")):
         if word == "WORKDIR":
+            if "$" in rest:
+                raise _needs_image(number, f"WORKDIR {rest}")
             current = posixpath.normpath(posixpath.join(current, rest))
         elif word == "COPY":
             copies += [(number, source, target) for source, target in _copied_files(context, current, rest, number)]

@@ -27,12 +27,12 @@ from typing import Any
 
 from polar_proxy.errors import BadTaskError
 from polar_proxy.rewards import HarborEvaluator
-from polar_proxy.rewards.harbor import LOGS, TESTS, folder_digest
+from polar_proxy.rewards.harbor import LOGS, TESTS, files_digest, folder_files
 from polar_proxy.tasks.dockerfile import read_dockerfile
 from polar_proxy.tasks.task import Environment, Task
 from polar_proxy.tasks.task_folder import check_inside, read_text
 
-_DEFAULT_SECONDS = 600.0
+_DEFAULT_VERIFIER_SECONDS = 600.0
 _LARGEST_NUMBER = 1e9
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGT])i?B?", re.IGNORECASE)
 _MEGABYTES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
@@ -80,12 +80,14 @@ def harbor_task(folder: Path, position: int) -> Task:
         seed=position,
         instruction=read_text(folder, "instruction.md"),
         files=files,
-        timeout_seconds=_seconds(config, "verifier"),
-        agent_seconds=_seconds(config, "agent") if _at(config, "agent", "timeout_sec") is not None else None,
+        timeout_seconds=_number(config, "verifier", "timeout_sec") or _DEFAULT_VERIFIER_SECONDS,
+        agent_seconds=_number(config, "agent", "timeout_sec"),
         # JSON has no dates: they become text.
         metadata={"folder": folder.name, **json.loads(json.dumps(_table(config, "metadata"), default=str))},
         environment=environment,
-        evaluators=(HarborEvaluator(str(tests), folder_digest(tests), env=_variables(config, "verifier")),),
+        evaluators=(
+            HarborEvaluator(str(tests), files_digest(folder_files(tests)), env=_variables(config, "verifier")),
+        ),
     )
 
 
@@ -147,11 +149,6 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadTaskError(f"task.toml: {name}: must be a table")
     return value
-
-
-def _seconds(config: dict[str, Any], section: str) -> float:
-    value = _number(config, section, "timeout_sec")
-    return _DEFAULT_SECONDS if value is None else value
 
 
 def _number(config: dict[str, Any], section: str, name: str) -> float | None:

@@ -160,7 +160,8 @@ def _read_rows(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _rows_of_lines(path: Path, text: str) -> Iterator[tuple[str, object]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines(): a JSON string may contain other separators, such as U+2028.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 row = json.loads(line)

@@ -113,37 +113,41 @@ def _test_module(package: str, module: str, tests: list[tuple[str, list[tuple[in
     return "\n".join(lines)
 
 
+def _module_source(functions: list[GeneratedFunction]) -> str:
+    return "\n\n".join(function.source() for function in functions)
+
+
 @dataclass(frozen=True)
 class GeneratedInstance:
+    """A repository with one broken function, its bug report and its tests."""
+
     package: str
     modules: dict[str, list[GeneratedFunction]]
-    module: str
-    target: int
-    right: Formula
+    broken_module: str
+    broken_index: int
+    """Position of the broken function in its module."""
+    solution: list[GeneratedFunction]
+    """The functions of the broken module after the fix."""
     report: str
     cases: list[tuple[int, int]]
+    """Arguments for which the broken function gives a wrong result."""
     other_cases: list[tuple[int, int]]
+    """Arguments with which the tests call the other functions of the module."""
 
     @property
     def path(self) -> str:
-        return f"{self.package}/{self.module}.py"
-
-    def module_source(self, module: str, *, solved: bool = False) -> str:
-        functions = list(self.modules[module])
-        if solved and module == self.module:
-            functions[self.target] = replace(functions[self.target], formula=self.right)
-        return "\n\n".join(function.source() for function in functions)
+        """Path of the broken module."""
+        return f"{self.package}/{self.broken_module}.py"
 
     def tests(self, visible: bool) -> str:
-        functions = self.modules[self.module]
+        """Return the tests of the broken module. The repository's own, visible tests have one case for each function,
+        the hidden tests have all cases."""
         tests = []
-        for index, function in enumerate(functions):
-            formula = self.right if index == self.target else function.formula
-            cases = self.cases if index == self.target else self.other_cases
-            # The repository's own tests have one case per function, the hidden tests have all cases.
-            rows = [(a, b, formula(a, b)) for a, b in (cases[:1] if visible else cases)]
+        for index, function in enumerate(self.solution):
+            cases = self.cases if index == self.broken_index else self.other_cases
+            rows = [(a, b, function.formula(a, b)) for a, b in (cases[:1] if visible else cases)]
             tests.append((function.name, rows))
-        return _test_module(self.package, self.module, tests)
+        return _test_module(self.package, self.broken_module, tests)
 
 
 def _build(seed: int) -> GeneratedInstance:
@@ -160,16 +164,17 @@ def _build(seed: int) -> GeneratedInstance:
         for _ in range(rng.randrange(2, 4)):
             (name, first), (_, second) = next(names), next(names)
             modules[module].append(GeneratedFunction(name, first, second, _formula(rng)))
-    module = rng.choice(sorted(modules))
-    target = rng.randrange(len(modules[module]))
+    broken_module = rng.choice(sorted(modules))
+    solution = list(modules[broken_module])
+    index = rng.randrange(len(solution))
     right = _formula(rng)
     wrong = _broken(rng, right)
-    modules[module][target] = replace(modules[module][target], formula=wrong)
+    solution[index] = replace(solution[index], formula=right)
+    modules[broken_module][index] = replace(solution[index], formula=wrong)
     cases = _cases(rng, right, wrong, 4)
     others = [(rng.randrange(2, 60), rng.randrange(2, 60)) for _ in range(3)]
-    name = modules[module][target].name
-    report = rng.choice(_REPORTS).format(name=name, formula=right.text("x", "y"))
-    return GeneratedInstance(package, modules, module, target, right, report, cases, others)
+    report = rng.choice(_REPORTS).format(name=solution[index].name, formula=right.text("x", "y"))
+    return GeneratedInstance(package, modules, broken_module, index, solution, report, cases, others)
 
 
 class SweTaskSource:
@@ -178,10 +183,10 @@ class SweTaskSource:
     def task(self, seed: int) -> Task:
         """Return instance `seed`; the module docstring says which seeds are for evaluation and for training."""
         instance = _build(seed)
-        functions = instance.modules[instance.module]
-        test_path = f"tests/test_{instance.module}.py"
-        test_module = f"tests.test_{instance.module}"
-        ids = [f"{test_module}.Test.test_{function.name}" for function in functions]
+        test_path = f"tests/test_{instance.broken_module}.py"
+        test_module = f"tests.test_{instance.broken_module}"
+        ids = [f"{test_module}.Test.test_{function.name}" for function in instance.solution]
+        broken = instance.broken_index
         listing = "".join(f"* `{instance.package}/{module}.py`\n" for module in instance.modules)
         files = {
             ".gitignore": "__pycache__/\n",
@@ -190,8 +195,8 @@ class SweTaskSource:
             "tests/__init__.py": "",
             test_path: instance.tests(visible=True),
         }
-        for module in instance.modules:
-            files[f"{instance.package}/{module}.py"] = instance.module_source(module)
+        for module, functions in instance.modules.items():
+            files[f"{instance.package}/{module}.py"] = _module_source(functions)
         return Task(
             task_id=f"swe-task-{seed}",
             family=self.name,
@@ -200,13 +205,13 @@ class SweTaskSource:
             files=files,
             hidden_files={"tests/__init__.py": "", test_path: instance.tests(visible=False)},
             test_command=("python3", "-m", "unittest", "-v", test_module),
-            fail_to_pass=(ids[instance.target],),
-            pass_to_pass=tuple(test for index, test in enumerate(ids) if index != instance.target),
+            fail_to_pass=(ids[broken],),
+            pass_to_pass=(*ids[:broken], *ids[broken + 1 :]),
             timeout_seconds=60.0,
             evaluators=(HiddenTestsEvaluator(by_value=True),),
             metadata={
                 "path": instance.path,
-                "function": functions[instance.target].name,
+                "function": instance.solution[broken].name,
                 "split": "train" if seed >= TRAIN_SEEDS.start else "eval",
             },
         )
@@ -214,4 +219,4 @@ class SweTaskSource:
     def solution(self, seed: int) -> dict[str, str]:
         """Return the files that a correct fix changes, as they are after the fix: text by path."""
         instance = _build(seed)
-        return {instance.path: instance.module_source(instance.module, solved=True)}
+        return {instance.path: _module_source(instance.solution)}

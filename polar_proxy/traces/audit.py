@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polar_proxy.errors import StoreError, UsageError
-from polar_proxy.sequences import answer_sampling, trace_path
+from polar_proxy.sequences import trace_path
 from polar_proxy.traces.grades import REJECTED, TRAINABLE
 from polar_proxy.traces.scoring import Scorer
 from polar_proxy.types import AnswerSampling, CallRecord, EngineInfo, Json, LogprobMode, Logprobs, TokenIds, Trace
@@ -41,11 +41,13 @@ UNKNOWN = "unknown"
 """The key for counts of traces without a harness (no rollout) and of tokens without a policy version."""
 _WORST_PER_TRACE = 3
 _WORST_IN_REPORT = 10
-_INFORMATIVE = -0.1
+_INFORMATIVE_BELOW = -0.1
 """Only tokens with a log-probability below this (nats) show whether values are raw or processed. For a token that is
 nearly certain, both values are near 0."""
-_INFORMATIVE_TOKENS = 16
-_FITS = 0.95
+_MIN_INFORMATIVE = 16
+"""Number of informative tokens without which nothing is concluded."""
+_FITTING_SHARE = 0.95
+"""Share of the informative tokens that must fit a mode."""
 
 _Values = npt.NDArray[np.float64]
 
@@ -282,11 +284,10 @@ class SampledRun:
 
 def _sampled_runs(trace: Trace, calls: Mapping[str, CallRecord], rescored_by: Json | None) -> Iterator[SampledRun]:
     position = 0
+    samplings = iter(trace.sampling)
     for span in trace.spans:
         if span.kind == "sampled":
-            call = calls[span.call_id]
-            choice = next(choice for choice in call.choices if choice.index == span.choice)
-            sampling = answer_sampling(call, choice)
+            call, sampling = calls[span.call_id], next(samplings)
             versions = sampling.versions if rescored_by is None else ((0, rescored_by["weight_version"]),)
             ends = [start for start, _ in versions[1:]] + [span.end]
             for (start, version), end in zip(versions, ends, strict=True):
@@ -326,32 +327,40 @@ class TraceAudit:
         return sum(len(values) for values in self.differences.values())
 
     def add(self, run: SampledRun) -> None:
-        begin = self._trace.branch_at + run.start
-        recorded = self._trace.logprobs[run.start : run.end].astype(np.float64)
-        here = slice(begin, begin + len(recorded))
-        raw, fresh = self._fresh[1.0][here], self._fresh[scored_temperature(run.sampling, self._trace.rescored)][here]
-        mode: LogprobMode = "raw" if self._trace.rescored else run.sampling.logprob_mode
-        temperature = run.sampling.temperature
-        own_distribution = self._trace.rescored or (temperature == 1.0 and not run.sampling.changes)
+        rescored, sampling = self._trace.rescored, run.sampling
+        mode: LogprobMode = "raw" if rescored else sampling.logprob_mode
+        own_distribution = rescored or (sampling.temperature == 1.0 and not sampling.changes)
         if mode == "raw" and not own_distribution:
             self.findings["not_policy_samples"] = "raw log-probabilities under a temperature or a cut distribution"
+        recorded = self._trace.logprobs[run.start : run.end].astype(np.float64)
         if (reason := _incomparable(run, self._reference)) is not None:
             self.skipped[reason] += len(recorded)
             return
-        if not own_distribution and temperature:
+        begin = self._trace.branch_at + run.start
+        in_path = slice(begin, begin + len(recorded))
+        if sampling.temperature and not own_distribution:
+            raw = self._fresh[1.0][in_path]
             both = np.isfinite(raw) & np.isfinite(recorded)
-            self._pairs.setdefault((mode, float(temperature)), []).append(np.stack([recorded[both], raw[both]]))
+            pair = np.stack([recorded[both], raw[both]])
+            self._pairs.setdefault((mode, float(sampling.temperature)), []).append(pair)
+        fresh = self._fresh[scored_temperature(sampling, rescored)][in_path]
         known = np.isfinite(fresh) & np.isfinite(recorded)
         for missing in np.flatnonzero(~known):
             beyond = begin + int(missing) >= self._reference.info.context_length - 1
             self.skipped["beyond_context" if beyond else "no_fresh_logprob"] += 1
-        if mode == "processed" and (run.sampling.changes or not temperature):
+        if mode == "processed" and (sampling.changes or not sampling.temperature):
             self.skipped["processed_sampling"] += int(np.count_nonzero(known))
-            return
-        sizes = np.abs(recorded - fresh)[known].astype(np.float32)
+        else:
+            self._add_differences(run, recorded, fresh, np.flatnonzero(known))
+
+    def _add_differences(
+        self, run: SampledRun, recorded: _Values, fresh: _Values, compared: npt.NDArray[np.intp]
+    ) -> None:
+        """Add the differences of the tokens `compared` (indices within the run), and keep the largest ones."""
+        sizes = np.abs(recorded - fresh)[compared].astype(np.float32)
         earlier = self.differences.get(run.version)
         self.differences[run.version] = sizes if earlier is None else np.concatenate([earlier, sizes])
-        largest = np.flatnonzero(known)[np.argsort(-sizes, kind="stable")[:_WORST_PER_TRACE]].tolist()
+        largest = compared[np.argsort(-sizes, kind="stable")[:_WORST_PER_TRACE]].tolist()
         self.worst += [self._difference(run, index, recorded[index], fresh[index]) for index in largest]
         self.worst.sort(key=lambda difference: -difference.size)
         del self.worst[_WORST_PER_TRACE:]
@@ -424,13 +433,13 @@ def wrong_mode(
     p = softmax(z), processed values are log softmax(z / T) = log p / T - log sum p^(1/T), so the difference is negative
     for T > 1 and positive for T < 1. (top_p and the like make the sum smaller, which may change the sign for T > 1.)
     """
-    informative = fresh < _INFORMATIVE
-    if np.count_nonzero(informative) < _INFORMATIVE_TOKENS or abs(1 / temperature - 1) < 0.1:
+    informative = fresh < _INFORMATIVE_BELOW
+    if np.count_nonzero(informative) < _MIN_INFORMATIVE or abs(1 / temperature - 1) < 0.1:
         return None
     recorded, fresh = recorded[informative], fresh[informative]
-    raw = float(np.mean(np.abs(recorded - fresh) <= tolerance)) >= _FITS
+    raw = float(np.mean(np.abs(recorded - fresh) <= tolerance)) >= _FITTING_SHARE
     if mode == "processed":
         return "raw" if raw else None
     rest = recorded - fresh / temperature
-    processed = float(np.mean(rest <= tolerance if temperature > 1 else rest >= -tolerance)) >= _FITS
+    processed = float(np.mean(rest <= tolerance if temperature > 1 else rest >= -tolerance)) >= _FITTING_SHARE
     return "processed" if processed and not raw else None

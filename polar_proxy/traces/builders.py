@@ -29,7 +29,7 @@ from polar_proxy.types import AnswerSampling, CallRecord, Choice, Span, TokenIds
 
 BUILDERS = ("per_call", "merged", "tree")
 ON_DRIFT: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
-_OPENS_OWN = ("subagent", "compacts")
+_NEW_TRACE_EDGES = ("subagent", "compacts")
 """A call with one of these values of `CallRecord.edge` never continues the trace of another call."""
 
 
@@ -84,7 +84,7 @@ def build(
         merger = CallMerger(calls, events, joins_drift=on_drift != "split")
         for call in trained:
             merger.add(call)
-        traces = merger.traces
+        traces, events = merger.traces, merger.events
     result = BuildResult(
         builder=builder,
         traces=tuple(trace.finish(builder, index, rollout_id, reward) for index, trace in enumerate(traces)),
@@ -108,10 +108,11 @@ class CallMerger:
     sub-agents and of compacted conversations always open a new trace.
     """
 
-    def __init__(self, calls: Sequence[CallRecord], events: dict[str, DriftEvent], *, joins_drift: bool) -> None:
-        """`events`: call id -> drift event. When `add` adds a drifted call, it sets the outcome of the call's event."""
+    def __init__(self, calls: Sequence[CallRecord], events: Mapping[str, DriftEvent], *, joins_drift: bool) -> None:
+        """`events`: call id -> drift event."""
         self.traces: list[TraceBuilder] = []
-        self._events = events
+        self.events = dict(events)
+        """The drift events, with the outcome or the split reason of each call that was added."""
         self._joins_drift = joins_drift
         self._calls = {call.call_id: call for call in calls}
         self._by_last_answer: dict[tuple[str, int], TraceBuilder] = {}
@@ -120,24 +121,35 @@ class CallMerger:
         """Index of each trace in `traces`; the trace has the same number in `_prefixes`."""
 
     def add(self, call: CallRecord) -> None:
-        trace, start, joins_drift = None, 0, False
-        if call.edge not in _OPENS_OWN:
-            if self._joins_drift and (joined := self._join_drifted(call)) is not None:
-                (trace, start), joins_drift = joined, True
-            else:
-                trace = self._continued_trace(call)
-                start = 0 if trace is None else trace.end
-        for position, choice in enumerate(call.choices):
-            if trace is None or position > 0:
-                target, size = TraceBuilder.of_answer(call, choice), 0
-                self._numbers[target] = len(self.traces)
-                self.traces.append(target)
-            else:
-                target, size = trace, trace.end
-                del self._by_last_answer[target.last]  # type: ignore[arg-type]
-                target.add(call, choice, start, joins_drift=joins_drift)
-            self._prefixes.extend(self._numbers[target], target.token_ids[size:])
-            self._by_last_answer[(call.call_id, choice.index)] = target
+        """Add the first answer to the trace that the call continues, if there is one, and open a trace for each other
+        answer."""
+        first, *others = call.choices
+        may_continue = call.edge not in _NEW_TRACE_EDGES
+        if may_continue and self._joins_drift and (joined := self._join_drifted(call)) is not None:
+            trace, start = joined
+            self._extend(trace, call, first, start, joins_drift=True)
+        elif may_continue and (continued := self._continued_trace(call)) is not None:
+            self._extend(continued, call, first, continued.end)
+        else:
+            self._open(call, first)
+        for choice in others:
+            self._open(call, choice)
+
+    def _open(self, call: CallRecord, choice: Choice) -> None:
+        trace = TraceBuilder()
+        self._numbers[trace] = len(self.traces)
+        self.traces.append(trace)
+        self._extend(trace, call, choice, 0)
+
+    def _extend(
+        self, trace: TraceBuilder, call: CallRecord, choice: Choice, start: int, *, joins_drift: bool = False
+    ) -> None:
+        size = trace.end
+        if trace.last_answer is not None:
+            del self._by_last_answer[trace.last_answer]
+        trace.add(call, choice, start, joins_drift=joins_drift)
+        self._by_last_answer[(call.call_id, choice.index)] = trace
+        self._prefixes.extend(self._numbers[trace], trace.token_ids[size:])
 
     def _continued_trace(self, call: CallRecord) -> TraceBuilder | None:
         """Return the longest trace that is a prefix of the call's prompt; None if no trace is."""
@@ -145,8 +157,8 @@ class CallMerger:
         base = (call.base_call_id, call.base_choice or 0)
         candidates = (self.traces[number] for number in self._prefixes.candidates(call.prompt_ids))
         return max(
-            (trace for trace in candidates if trace.is_of(call) and trace.is_start_of(call.prompt_ids)),
-            key=lambda trace: (trace.end, trace.last == base, call.parent_call_id in trace.calls),
+            (trace for trace in candidates if trace.has_engine_of(call) and trace.is_prefix_of(call.prompt_ids)),
+            key=lambda trace: (trace.end, trace.last_answer == base, call.parent_call_id in trace.calls),
             default=None,
         )
 
@@ -158,19 +170,21 @@ class CallMerger:
         cases, and if no clean join exists, return None. If the call drifted, set the outcome or the split reason of its
         drift event.
         """
-        event = self._events.get(call.call_id)
+        event = self.events.get(call.call_id)
         trace = self._by_last_answer.get((call.base_call_id or "", call.base_choice or 0))
         if event is None and (trace is None or not trace.has_drift):
             return None
-        start: int | str = "base_went_on"
-        if trace is not None and not trace.is_of(call):
+        start: int | str  # the position, or the reason why there is no clean join
+        if trace is None:
+            start = "base_went_on"
+        elif not trace.has_engine_of(call):
             start = "other_engine"
-        elif trace is not None:
+        else:
             base = self._calls[call.base_call_id or ""]
             start = find_context_start(trace.token_ids, trace.spans, call, base, drifted=event is not None)
         if event is not None:
             result = {"split_reason": start} if isinstance(start, str) else {"outcome": "canonical"}
-            self._events[call.call_id] = event.model_copy(update=result)
+            self.events[call.call_id] = event.model_copy(update=result)
         return None if trace is None or isinstance(start, str) else (trace, start)
 
 
@@ -185,7 +199,7 @@ def _tree(calls: Sequence[CallRecord]) -> list[TraceBuilder]:
     for call in calls:
         for position, choice in enumerate(call.choices):
             trace, depth = _deepest(traces, call)
-            if trace is None or call.edge in _OPENS_OWN or position > 0 or depth < trace.end:
+            if trace is None or call.edge in _NEW_TRACE_EDGES or position > 0 or depth < trace.end:
                 trace = TraceBuilder(trace, depth)
                 traces.append(trace)
             trace.add(call, choice, depth)
@@ -204,12 +218,12 @@ def _deepest(traces: Sequence[TraceBuilder], call: CallRecord) -> tuple[TraceBui
     base = (call.base_call_id, call.base_choice or 0)
     best: TraceBuilder | None = None
     best_key = (0, False, False, False)
-    reached = [trace for trace in reversed(traces) if trace.parent is None and trace.is_of(call)]
+    reached = [trace for trace in reversed(traces) if trace.parent is None and trace.has_engine_of(call)]
     while reached:
         trace = reached.pop()
         depth = trace.shared_depth(prompt)
         if depth > trace.branch_at:
-            key = (depth, depth == trace.end, trace.last == base, call.parent_call_id in trace.calls)
+            key = (depth, depth == trace.end, trace.last_answer == base, call.parent_call_id in trace.calls)
             if key > best_key:
                 best, best_key = trace, key
         reached += [child for child in reversed(trace.children) if child.branch_at <= depth]
@@ -229,7 +243,7 @@ class TraceBuilder:
         self.spans: list[Span] = []
         self.calls: dict[str, None] = {}
         """The calls whose answers the trace trains, in order."""
-        self.last: tuple[str, int] | None = None
+        self.last_answer: tuple[str, int] | None = None
         """(call id, choice index) of the trace's last answer."""
         self.reasons: set[str] = set()
         self.prompt_length = 0
@@ -266,7 +280,7 @@ class TraceBuilder:
         """True if an answer in the trace follows other tokens than its recorded prompt."""
         return "canonical" in self.reasons
 
-    def is_of(self, call: CallRecord) -> bool:
+    def has_engine_of(self, call: CallRecord) -> bool:
         """Return whether the engine that sampled the answers of this trace also sampled those of the call."""
         return self._engine_name == call.engine_name
 
@@ -278,7 +292,7 @@ class TraceBuilder:
         start = max(self.branch_at, shared_length(prompt, self._last_prompt))
         return start + common_prefix_length(prompt[start:], self.token_ids[start - self.branch_at :])
 
-    def is_start_of(self, prompt: TokenIds) -> bool:
+    def is_prefix_of(self, prompt: TokenIds) -> bool:
         """Return whether the prompt begins with all tokens of this trace. Only for traces without a parent."""
         if self._size > len(prompt) or prompt[self._size - 1] != self._buffer[self._size - 1]:
             return False
@@ -297,7 +311,7 @@ class TraceBuilder:
         if start < len(prompt):
             self.spans.append(Span("context", call.call_id, start, len(prompt)))
             self._append(prompt[start:])
-        if self.last is None:
+        if self.last_answer is None:
             self.prompt_length = self._size
             self._session_id = call.session_id
             self._engine_name = call.engine_name
@@ -308,7 +322,7 @@ class TraceBuilder:
         self.spans.append(Span("sampled", call.call_id, 0, len(choice.token_ids), choice.index))
         self._append(choice.token_ids)
         self.calls[call.call_id] = None
-        self.last = (call.call_id, choice.index)
+        self.last_answer = (call.call_id, choice.index)
         self.reasons |= grade_reasons(call, sampling)
 
     def _append(self, piece: TokenIds) -> None:

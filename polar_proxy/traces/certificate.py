@@ -37,7 +37,7 @@ from polar_proxy.types import CallRecord, EngineInfo, Json, LogprobMode, Logprob
 if TYPE_CHECKING:
     from polar_proxy.traces.builders import BuildResult
 
-SCHEMA = 2
+CERTIFICATE_SCHEMA = 2
 """Version of the certificate format, raised when a field changes its meaning. A checker refuses every other version."""
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -124,7 +124,7 @@ CertificateSpan = Annotated[ContextSpan | SampledSpan, Field(discriminator="kind
 class StoredCertificate(CertificateModel):
     """The fields of a certificate that do not follow from the trace and its calls, and `head`, the last span's hash."""
 
-    schema_version: Annotated[int, Field(alias="schema", strict=True, ge=SCHEMA, le=SCHEMA)]
+    schema_version: Annotated[int, Field(alias="schema", strict=True, ge=CERTIFICATE_SCHEMA, le=CERTIFICATE_SCHEMA)]
     on_drift: DriftPolicy | None
     grade: Grade
     grade_reasons: list[Reason]
@@ -192,14 +192,14 @@ def restore(stored: Mapping[str, Json | None], traces: Sequence[Trace], calls: S
 
     `stored`: trace id -> certificate in its stored form. `traces`: all traces of one build. `calls`: all calls of their
     session, with the tokens that the traces refer to. Raise CertificateError if a trace or a call has changed since the
-    build, or if a certificate is missing or of another `SCHEMA`.
+    build, or if a certificate is missing or of another `CERTIFICATE_SCHEMA`.
     """
     by_id = {call.call_id: call for call in calls}
     by_trace = {trace.trace_id: trace for trace in traces}
     found: dict[str, Json] = {}
     for trace in traces:
         kept = stored.get(trace.trace_id)
-        if kept is not None and kept["schema"] != SCHEMA:
+        if kept is not None and kept["schema"] != CERTIFICATE_SCHEMA:
             raise CertificateError(
                 f"The certificate of the trace {trace.trace_id} was written by another version of Polar: build the "
                 f"trace again with `polar build {trace.session_id}`."
@@ -225,7 +225,7 @@ def _certificate(trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, 
     if trace.parent_trace_id is not None:
         branch_hash = hash_tokens(trace_path(trace, traces).token_ids[: trace.branch_at])
     header: Json = {
-        "schema": SCHEMA,
+        "schema": CERTIFICATE_SCHEMA,
         **{name: getattr(trace, name) for name in IDENTITY_FIELDS},
         "on_drift": origin["on_drift"],
         "grade_reasons": origin["grade_reasons"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from polar_proxy.sequences import trace_path
 from polar_proxy.terminal import escape_json_controls, one_line
 from polar_proxy.traces import grades
 from polar_proxy.traces.certificate import (
+    CERTIFICATE_SCHEMA,
     IDENTITY_FIELDS,
-    SCHEMA,
     Certificate,
     SampledSpan,
     hash_json,
@@ -30,7 +30,7 @@ from polar_proxy.traces.certificate import (
     hash_tokens,
 )
 from polar_proxy.traces.rows import RowError, describe_errors, read_row
-from polar_proxy.types import AnswerSampling, Json, Span, Trace
+from polar_proxy.types import AnswerSampling, Span, Trace
 
 _PROBLEMS_SHOWN = 3
 """Maximum number of problems that are printed for one row."""
@@ -45,16 +45,23 @@ class RowCheck:
     certificate: Certificate | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class LineProblems:
+    """The problems of one line of a file."""
+
+    line: int
+    """Number of the line, from 1 on."""
+    trace_id: str | None
+    """The id of the line's trace, if it is known."""
+    problems: list[str]
+
+
+@dataclass(frozen=True, slots=True)
 class FileCheck:
-    """The result of a check. `bad`: (line number from 1, trace id if known, problems) of each bad row."""
+    """The result of checking a file."""
 
-    rows: int = 0
-    bad: list[tuple[int, str | None, list[str]]] = field(default_factory=list)
-
-    def to_json(self) -> Json:
-        bad = [{"line": line, "trace_id": trace_id, "problems": problems} for line, trace_id, problems in self.bad]
-        return {"rows": self.rows, "bad": bad}
+    rows: int
+    bad: list[LineProblems]
 
 
 def check_lines(lines: Iterable[bytes]) -> FileCheck:
@@ -62,27 +69,25 @@ def check_lines(lines: Iterable[bytes]) -> FileCheck:
 
     Together, the rows must train no answer twice, and must contain the parent of every branch.
     """
-    found: dict[int, tuple[str | None, list[str]]] = {}
+    found: dict[int, LineProblems] = {}
     together = CrossRowChecks()
-    rows = 0
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        rows += 1
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            found[number] = (None, [f"this is not JSON: {error}"])
+            found[number] = LineProblems(number, None, [f"this is not JSON: {error}"])
             continue
         checked = check_row(row)
         problems = checked.problems
         if not problems and checked.trace is not None and checked.certificate is not None:
             problems = together.add(number, checked.trace, checked.certificate)
         trace_id = row.get("trace_id") if isinstance(row, dict) else None
-        found[number] = (trace_id if isinstance(trace_id, str) else None, problems)
+        found[number] = LineProblems(number, trace_id if isinstance(trace_id, str) else None, problems)
     for number, problem in together.check_branches():
-        found[number][1].append(problem)
-    return FileCheck(rows, [(number, *entry) for number, entry in sorted(found.items()) if entry[1]])
+        found[number].problems.append(problem)
+    return FileCheck(len(found), [line for line in found.values() if line.problems])
 
 
 def check_row(row: Any) -> RowCheck:
@@ -91,11 +96,11 @@ def check_row(row: Any) -> RowCheck:
     fields = row.get("certificate")
     if not isinstance(fields, dict):
         return RowCheck(["there is no certificate"])
-    schema = fields.get("schema")
-    if isinstance(schema, int) and schema < SCHEMA:
-        return RowCheck([f"the certificate has schema {schema}, and this Polar reads {SCHEMA}: export the row again"])
-    if isinstance(schema, int) and schema > SCHEMA:
-        return RowCheck([f"the certificate has schema {schema}, and this Polar knows {SCHEMA}: update Polar"])
+    schema, known = fields.get("schema"), CERTIFICATE_SCHEMA
+    if isinstance(schema, int) and schema < known:
+        return RowCheck([f"the certificate has schema {schema}, and this Polar reads {known}: export the row again"])
+    if isinstance(schema, int) and schema > known:
+        return RowCheck([f"the certificate has schema {schema}, and this Polar knows {known}: update Polar"])
     try:
         certificate = Certificate.model_validate(fields)
     except ValidationError as error:
@@ -271,12 +276,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: cannot read {options.file}: {error.strerror}", file=sys.stderr)
         return 2
     if options.json:
-        print(escape_json_controls(orjson.dumps(checked.to_json(), option=orjson.OPT_INDENT_2).decode()))
+        print(escape_json_controls(orjson.dumps(checked, option=orjson.OPT_INDENT_2).decode()))
     else:
-        for line, trace_id, problems in checked.bad:
-            more = f" (and {len(problems) - _PROBLEMS_SHOWN} more)" if len(problems) > _PROBLEMS_SHOWN else ""
-            shown = "; ".join(problems[:_PROBLEMS_SHOWN])
-            print(one_line(f"{options.file}:{line}: {trace_id or 'row'}: {shown}{more}", limit=4000))
+        for bad in checked.bad:
+            more = len(bad.problems) - _PROBLEMS_SHOWN
+            shown = "; ".join(bad.problems[:_PROBLEMS_SHOWN]) + (f" (and {more} more)" if more > 0 else "")
+            print(one_line(f"{options.file}:{bad.line}: {bad.trace_id or 'row'}: {shown}", limit=4000))
         print(f"{checked.rows} rows, {len(checked.bad)} bad", file=sys.stderr)
     return 1 if checked.bad else 0
 

@@ -28,7 +28,7 @@ from polar_proxy.errors import PolarError
 from polar_proxy.sequences import find_layout_problem
 from polar_proxy.types import AnswerSampling, Json, LogprobMode, Logprobs, Span, Trace
 
-SCHEMA = 1
+ROW_SCHEMA = 1
 """Version of the row format; raised when a field changes its meaning."""
 
 
@@ -46,7 +46,7 @@ def trace_identity(trace: Trace, rollout: Json) -> Json:
     `rollout`: the fields of the trace's rollout, or of its session if it has no rollout.
     """
     return {
-        "schema": SCHEMA,
+        "schema": ROW_SCHEMA,
         **rollout,
         "trace_id": trace.trace_id,
         "trace_index": trace.index,
@@ -98,9 +98,9 @@ def read_row(row: Any) -> Trace:
         raise RowError("malformed", "a row must be a JSON object")
     name = f"the row {row.get('trace_id')}"
     schema = row.get("schema")
-    if not isinstance(schema, int) or schema > SCHEMA:
+    if not isinstance(schema, int) or schema > ROW_SCHEMA:
         raise RowError(
-            "newer_schema", f"{name} has schema {schema!r}, and this Polar reads up to {SCHEMA}: update Polar"
+            "newer_schema", f"{name} has schema {schema!r}, and this Polar reads up to {ROW_SCHEMA}: update Polar"
         )
     try:
         read = _RowFields.model_validate(row)

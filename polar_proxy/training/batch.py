@@ -17,8 +17,9 @@ Promises:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -98,28 +99,73 @@ class SkippedCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedRollout:
+    """The decision about one rollout of a batch."""
+
+    rollout_id: str
+    advantage: float
+    skip_reason: str | None
+    """Why the rollout is skipped as a whole, with all its traces; None if it is not."""
+    trace_skip_reasons: tuple[str | None, ...]
+    """For each trace, why its sampled tokens are not trained; None if they are trained."""
+    trace_tokens: tuple[int, ...]
+    """For each trace, the number of its sampled tokens."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(self.trace_tokens)
+
+    @property
+    def trained_tokens(self) -> int:
+        traces = zip(self.trace_tokens, self.trace_skip_reasons, strict=True)
+        return sum(tokens for tokens, skip_reason in traces if skip_reason is None)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The decisions about all rollouts of a batch."""
+
+    rollouts: tuple[PlannedRollout, ...]
+
+    @property
+    def skipped(self) -> dict[str, SkippedCounts]:
+        """Counts of skipped data by reason."""
+        counts: defaultdict[str, SkippedCounts] = defaultdict(SkippedCounts)
+        for rollout in self.rollouts:
+            if rollout.skip_reason is not None:
+                counts[rollout.skip_reason].rollouts += 1
+            for reason, tokens in zip(rollout.trace_skip_reasons, rollout.trace_tokens, strict=True):
+                if reason is not None:
+                    counts[reason].traces += 1
+                    counts[reason].tokens += tokens
+        return dict(counts)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(rollout.sampled_tokens for rollout in self.rollouts)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(rollout.trained_tokens for rollout in self.rollouts)
+
+    @property
+    def trained_rollouts(self) -> int:
+        return sum(rollout.trained_tokens > 0 for rollout in self.rollouts)
+
+    def skipped_json(self) -> Json:
+        return {reason: asdict(counts) for reason, counts in sorted(self.skipped.items())}
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """The training data of one step, with counts of skipped data."""
+    """The training data of one step."""
 
     sequences: tuple[TrainingSequence, ...]
     group_ids: tuple[str, ...]
     rewards: tuple[float, ...]
     """Rewards of all rollouts that have one."""
-    rollouts: int
-    """Number of rollouts, trained or not."""
-    sampled_tokens: int
-    """Number of sampled tokens in all traces, trained or not."""
+    plan: BatchPlan
     staleness: tuple[int, ...] = ()
-    skipped: Mapping[str, SkippedCounts] = field(default_factory=dict)
-    """Counts by reason."""
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(int(sequence.trained.sum()) for sequence in self.sequences)
-
-    @property
-    def trained_rollouts(self) -> int:
-        return len({sequence.rollout for sequence in self.sequences if sequence.trained.any()})
 
     def minibatches(self, count: int, seed: str) -> list[list[TrainingSequence]]:
         """Shuffle the groups with `seed`, and split the sequences into `count` parts of whole groups.
@@ -134,45 +180,6 @@ class TrainingBatch:
             random.Random(seed).shuffle(names)
         parts = min(count, len(names))
         return [[sequence for name in names[part::parts] for sequence in groups[name]] for part in range(parts)]
-
-    def skipped_json(self) -> Json:
-        return {reason: asdict(counts) for reason, counts in sorted(self.skipped.items())}
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRollout:
-    """The decision about one rollout of a batch."""
-
-    rollout_id: str
-    advantage: float
-    skipped: str | None
-    """Why the rollout is skipped as a whole. None: `skipped_traces` says which of its traces are skipped."""
-    skipped_traces: tuple[str | None, ...]
-    """For each trace, the reason to skip this trace alone; None if it has no fault. If `skipped` is set, the traces
-    without a fault are skipped too."""
-    sampled_tokens: int
-    trained_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """The decisions about all rollouts of a batch, with counts of skipped data."""
-
-    rollouts: tuple[PlannedRollout, ...]
-    skipped: Mapping[str, SkippedCounts]
-    """Counts by reason."""
-
-    @property
-    def sampled_tokens(self) -> int:
-        return sum(rollout.sampled_tokens for rollout in self.rollouts)
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(rollout.trained_tokens for rollout in self.rollouts)
-
-    @property
-    def trained_rollouts(self) -> int:
-        return sum(rollout.trained_tokens > 0 for rollout in self.rollouts)
 
 
 def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig, step: int = 0) -> TrainingBatch:
@@ -189,10 +196,8 @@ def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig, step: int = 
         sequences=tuple(one for one in sequences if one.trained.any() or one.observed.any()),
         group_ids=tuple(group.group_id for group in groups),
         rewards=tuple(float(member.rollout.reward) for _, member in members if member.rollout.reward is not None),
-        rollouts=len(members),
-        sampled_tokens=plan.sampled_tokens,
+        plan=plan,
         staleness=tuple(group.staleness for group in groups if group.staleness is not None),
-        skipped=plan.skipped,
     )
 
 
@@ -208,26 +213,15 @@ def plan_batch(
     if config.shuffle_rewards:
         rewards = _shuffle_rewards(rewards, f"{config.seed}/{step}")
     planned: list[PlannedRollout] = []
-    skipped: dict[str, SkippedCounts] = {}
     for group, group_rewards in zip(groups, rewards, strict=True):
         advantages = group_advantages(group_rewards, config)
-        no_signal = not _any_signal(advantages) and not config.keep_zero_variance_groups
+        group_reason = None if config.keep_zero_variance_groups or _any_signal(advantages) else "no_spread"
         for (rollout, traces), advantage in zip(group, advantages.tolist(), strict=True):
-            reason = _skip_rollout(rollout, advantage, traces) or ("no_spread" if no_signal else None)
-            if reason is not None:
-                skipped.setdefault(reason, SkippedCounts()).rollouts += 1
-            own_reasons = tuple(_skip_trace(trace, config) for trace in traces)
-            trained = 0
-            for trace, own in zip(traces, own_reasons, strict=True):
-                if (cause := reason or own) is None:
-                    trained += trace.trained_tokens
-                else:
-                    counts = skipped.setdefault(cause, SkippedCounts())
-                    counts.traces += 1
-                    counts.tokens += trace.trained_tokens
-            sampled = sum(trace.trained_tokens for trace in traces)
-            planned.append(PlannedRollout(rollout.rollout_id, advantage, reason, own_reasons, sampled, trained))
-    return BatchPlan(tuple(planned), skipped)
+            reason = _skip_rollout(rollout, advantage, traces) or group_reason
+            trace_reasons = tuple(reason or _skip_trace(trace, config) for trace in traces)
+            trace_tokens = tuple(trace.trained_tokens for trace in traces)
+            planned.append(PlannedRollout(rollout.rollout_id, advantage, reason, trace_reasons, trace_tokens))
+    return BatchPlan(tuple(planned))
 
 
 def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> Floats:
@@ -281,43 +275,49 @@ def _make_sequences(
     """
     seen: set[tuple[str, int, int]] = set()
     by_id = {trace.trace_id: trace for trace in member.traces}
-    for trace, reason in zip(member.traces, planned.skipped_traces, strict=True):
-        is_skipped = planned.skipped is not None or reason is not None
-        if is_skipped and (not config.echo_coef or reason == "too_long" or trace.grade == REJECTED):
+    for trace, skip_reason in zip(member.traces, planned.trace_skip_reasons, strict=True):
+        for_echo = config.echo_coef > 0 and trace.grade != REJECTED and not _is_too_long(trace, config)
+        if skip_reason is not None and not for_echo:
             continue
         _check_sampled_once(trace, seen)
         whole = trace_path(trace, by_id)
         trained = whole.loss_mask.astype(bool)
         observed = ~trained & (np.cumsum(trained) > 0)
-        trained[: whole.own] = observed[: whole.own] = False  # the prefix is trained with the trace it belongs to
+        # The prefix is trained with the trace that it belongs to.
+        trained[: trace.branch_at] = observed[: trace.branch_at] = False
+        if skip_reason is not None:
+            trained[:] = False
         temperatures, versions = _sampling_of_tokens(trace, len(trained))
-        sequence = TrainingSequence(
+        temperatures[~trained], versions[~trained] = 1.0, None
+        yield TrainingSequence(
             trace_id=trace.trace_id,
             group_id=group.group_id,
             rollout=rollout_index,
             token_ids=whole.token_ids.astype(np.int64),
             trained=trained,
             old_logprobs=np.where(trained, whole.logprobs.astype(np.float64), np.nan),
-            advantage=planned.advantage,
+            advantage=planned.advantage if skip_reason is None else 0.0,
             observed=observed,
             temperatures=temperatures,
             versions=versions,
             group_size=len(group.members),
         )
-        yield _observed_only(sequence) if is_skipped else sequence
 
 
 def _check_sampled_once(trace: Trace, seen: set[tuple[str, int, int]]) -> None:
     """Add the trace's sampled tokens (call, choice, position) to `seen`. Raises TrainingError for a repeated token."""
     for span in trace.spans:
-        for position in range(span.start, span.end) if span.kind == "sampled" else ():
+        if span.kind != "sampled":
+            continue
+        for position in range(span.start, span.end):
             if (sample := (span.call_id, span.choice, position)) in seen:
                 raise TrainingError(f"token {position} of call {span.call_id} is marked as sampled in two traces")
             seen.add(sample)
 
 
 def _sampling_of_tokens(trace: Trace, length: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.object_]]:
-    """Return temperature and policy version of each token of a trace's path, as `TrainingSequence` holds them."""
+    """Return the temperature and the policy version at which each token of a trace's path was sampled. The values are 1
+    and None for tokens that were not sampled, and for tokens before the trace's branch."""
     temperatures = np.ones(length)
     versions = np.full(length, None, dtype=object)
     samplings = iter(trace.sampling)
@@ -332,27 +332,13 @@ def _sampling_of_tokens(trace: Trace, length: int) -> tuple[npt.NDArray[np.float
     return temperatures, versions
 
 
-def _observed_only(sequence: TrainingSequence) -> TrainingSequence:
-    """Return the sequence with all sampled tokens excluded from training, so that only observed ones are trained."""
-    n = len(sequence.token_ids)
-    return replace(
-        sequence,
-        trained=np.zeros(n, dtype=bool),
-        old_logprobs=np.full(n, np.nan),
-        advantage=0.0,
-        temperatures=np.ones(n),
-        versions=np.full(n, None, dtype=object),
-    )
-
-
 def _skip_trace(trace: Trace | TraceSummary, config: GrpoConfig) -> str | None:
     """Return why a trace is skipped even if its rollout is trained, or None."""
     if trace.grade not in TRAINABLE:
         return f"grade_{trace.grade}"
     if not trace.trained_tokens:
         return "nothing_sampled"
-    own_length = trace.length if isinstance(trace, TraceSummary) else len(trace.token_ids)
-    if trace.branch_at + own_length > config.max_sequence_length:
+    if _is_too_long(trace, config):
         return "too_long"
     if isinstance(trace, TraceSummary):
         return None  # the store refuses traces with any of the faults below
@@ -361,3 +347,8 @@ def _skip_trace(trace: Trace | TraceSummary, config: GrpoConfig) -> str | None:
     if len(trace.sampling) != sum(span.kind == "sampled" for span in trace.spans):
         return "no_temperature"
     return None
+
+
+def _is_too_long(trace: Trace | TraceSummary, config: GrpoConfig) -> bool:
+    own_length = trace.length if isinstance(trace, TraceSummary) else len(trace.token_ids)
+    return trace.branch_at + own_length > config.max_sequence_length

@@ -277,7 +277,7 @@ class GrpoConfig(BaseModel):
         return stale and self.loss in PROXIMAL_LOSSES and self.proximal == "sampler"
 
     @property
-    def checkpoints_kept(self) -> int:
+    def checkpoints_to_keep(self) -> int:
         """Number of newest checkpoints to keep.
 
         With `recomputes_proximal`, the checkpoints reach back to the oldest weights whose samples may still be trained.

@@ -36,7 +36,7 @@ from polar_proxy.store.service.feed import GroupLease
 from polar_proxy.training.batch import TrainingBatch, TrainingGroup, has_signal, make_batch
 from polar_proxy.training.config import GrpoConfig, changed_settings
 from polar_proxy.training.feed import GroupFeed, GroupReader, OpenLeases
-from polar_proxy.training.metrics import MetricsLog, MetricsSink, StepTimer, drop_lines_after, mean_reward
+from polar_proxy.training.metrics import MetricsLog, MetricsSink, StepTimer, drop_lines_after, reward_stats
 from polar_proxy.training.policy import checkpoint
 from polar_proxy.training.policy.checkpoint import TrainerState
 from polar_proxy.training.policy.model import Learner
@@ -154,8 +154,13 @@ class GrpoTrainer:
         self._unsaved += batch.group_ids
         self._count_step(updated=stats is not None)
         # 4. Log the step. If no checkpoint follows, a resumed run drops this line.
-        seconds = {"waiting_seconds": leased - started, "training_seconds": time.perf_counter() - leased}
-        self._log_step(batch, stats, stale, {"rollouts_seconds": _rollout_seconds(groups), **seconds, **timer.lap()})
+        times = {
+            "rollouts_seconds": _rollout_seconds(groups),
+            "waiting_seconds": leased - started,
+            "training_seconds": time.perf_counter() - leased,
+            **timer.lap(),
+        }
+        self._log_step(batch, stats, stale, times)
         last = self.state.step == config.steps
         # 5. Save a checkpoint, then acknowledge the groups that it contains.
         if last or self.state.step % config.checkpoint_every == 0:
@@ -171,8 +176,11 @@ class GrpoTrainer:
         await self._metrics.publish()
 
     def _update(self, batch: TrainingBatch) -> StepStats:
-        kept = partial(checkpoint.weights_after, self._run, initial=self._model, adapter=self._config.lora is not None)
-        return self._learner.update(batch, self.state.step, kept if self._config.recomputes_proximal else None)
+        weights_after = None
+        if self._config.recomputes_proximal:
+            adapter = self._config.lora is not None
+            weights_after = partial(checkpoint.weights_after, self._run, initial=self._model, adapter=adapter)
+        return self._learner.update(batch, self.state.step, weights_after)
 
     # Groups
 
@@ -187,22 +195,16 @@ class GrpoTrainer:
         while self.state.rounds <= self.state.step + config.max_async_steps and self.state.rounds < config.steps:
             await self._start_round()
         groups: list[TrainingGroup] = []
-        missing, stale, empty_rounds = config.groups, 0, 0
+        stale, empty_rounds = 0, 0
         deadline = time.monotonic() + config.wait_seconds
-        while missing > 0:
+        while (missing := config.groups - sum(map(self._counts_towards_step, groups))) > 0:
             # Read before the feed, so that a group that finishes in between is found in the feed.
             pending = await self._rollouts.pending_groups()
             offer = await self._leases.take(
                 self._run.name, missing, step=self.state.step, max_staleness=config.max_staleness
             )
             stale += len(offer.dropped)
-            for lease in offer.leases:
-                if lease.group_id in self.state.trained:  # its acknowledgement was lost, or came too late
-                    await self._acknowledge(lease)
-                elif lease.group_id not in self._unsaved:  # otherwise the next checkpoint acknowledges it
-                    group = await self._reader.read_group(lease.group_id, config.builder, lease.staleness)
-                    groups.append(group)
-                    missing -= not config.dynamic_sampling or has_signal(group, config)
+            groups += await self._read_untrained(offer.leases)
             if offer.leases or offer.dropped:
                 deadline = time.monotonic() + config.wait_seconds
             elif pending and time.monotonic() > deadline:
@@ -223,6 +225,19 @@ class GrpoTrainer:
                 empty_rounds += 1
                 await self._start_round()
         return groups, stale
+
+    def _counts_towards_step(self, group: TrainingGroup) -> bool:
+        return not self._config.dynamic_sampling or has_signal(group, self._config)
+
+    async def _read_untrained(self, leases: Sequence[GroupLease]) -> list[TrainingGroup]:
+        """Read the leased groups that were not trained yet. Acknowledge those that the last checkpoint contains."""
+        groups = []
+        for lease in leases:
+            if lease.group_id in self.state.trained:  # its acknowledgement was lost, or came too late
+                await self._acknowledge(lease)
+            elif lease.group_id not in self._unsaved:  # otherwise the next checkpoint acknowledges it
+                groups.append(await self._reader.read_group(lease.group_id, self._config.builder, lease.staleness))
+        return groups
 
     async def _start_round(self) -> None:
         await self._rollouts.start_round(self.state.rounds)
@@ -258,7 +273,7 @@ class GrpoTrainer:
         # In threads: gathering the weights of several processes takes long, and the gateway serves agents meanwhile.
         weights = await asyncio.to_thread(self._learner.weights)
         optimiser = await asyncio.to_thread(self._learner.state)
-        keep = self._config.checkpoints_kept
+        keep = self._config.checkpoints_to_keep
         await asyncio.to_thread(
             checkpoint.save, self._run, self.state, weights, optimiser, model=self._model, keep=keep
         )
@@ -327,33 +342,33 @@ class GrpoTrainer:
         started = time.perf_counter()
         with timer.paused():
             rewards = await self._rollouts.evaluate(self.state.step)
-        values = mean_reward([reward for reward in rewards if reward is not None])
+        values = reward_stats([reward for reward in rewards if reward is not None])
         self._metrics.write("eval", self.state.step, {**values, "seconds": time.perf_counter() - started})
         self._report(f"held-out reward after {self.state.step} steps: {values['reward']}")
 
     def _log_step(self, batch: TrainingBatch, stats: StepStats | None, stale: int, times: Json) -> None:
         lengths = [int(sequence.trained.sum()) for sequence in batch.sequences if sequence.trained.any()]
-        seconds = times["waiting_seconds"] + times["training_seconds"]
+        plan, seconds = batch.plan, times["waiting_seconds"] + times["training_seconds"]
         values: Json = {
-            **mean_reward(batch.rewards),
+            **reward_stats(batch.rewards),
             "groups": list(batch.group_ids),
-            "rollouts": batch.rollouts,
-            "trained_rollouts": batch.trained_rollouts,
-            "sampled_tokens": batch.sampled_tokens,
-            "trained_tokens": batch.trained_tokens,
-            "skipped": batch.skipped_json(),
+            "rollouts": len(plan.rollouts),
+            "trained_rollouts": plan.trained_rollouts,
+            "sampled_tokens": plan.sampled_tokens,
+            "trained_tokens": plan.trained_tokens,
+            "skipped": plan.skipped_json(),
             "dropped_stale": stale,
             "staleness": max(batch.staleness, default=None),
             "length_mean": sum(lengths) / len(lengths) if lengths else None,
             "length_max": max(lengths, default=None),
-            "tokens_per_second": batch.sampled_tokens / seconds,
-            "rollouts_per_second": batch.rollouts / seconds,
+            "tokens_per_second": plan.sampled_tokens / seconds,
+            "rollouts_per_second": len(plan.rollouts) / seconds,
             "updated": stats is not None,
             **({} if stats is None else asdict(stats)),
             **times,
         }
         self._metrics.write("step", self.state.step, values)
-        self._report(f"step {self.state.step}: reward {values['reward']}, {batch.trained_tokens} tokens trained")
+        self._report(f"step {self.state.step}: reward {values['reward']}, {plan.trained_tokens} tokens trained")
 
 
 def _rollout_seconds(groups: Sequence[TrainingGroup]) -> float | None:

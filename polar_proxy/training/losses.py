@@ -150,10 +150,10 @@ def adaptive_bounds(
     ratio: Tensor,
     advantages: Tensor,
     *,
-    target: float = 0.5,
-    low: tuple[float, float] = (0.6, 0.9),
-    high: tuple[float, float] = (1.2, 3.0),
-    step: float = 0.05,
+    target: float,
+    low: tuple[float, float],
+    high: tuple[float, float],
+    step: float,
 ) -> tuple[float, float]:
     """Choose clip bounds (low, high) with which positive advantages carry at least the share `target` of the gradient.
 
@@ -210,8 +210,9 @@ def decoupled(
     Source: Hilton et al., arXiv 2110.00641; used by AReaL, arXiv 2505.24298.
     """
     weight = log_ratio(batch.proximal_logprobs, batch.old_logprobs).exp()
-    dropped = torch.zeros_like(weight, dtype=torch.bool) if max_weight is None else weight > max_weight
-    return _corrected(batch, torch.where(dropped, 0.0, weight), dropped, clip_low, clip_high)
+    if max_weight is not None:
+        weight = torch.where(weight > max_weight, 0.0, weight)
+    return _corrected(batch, weight, clip_low, clip_high)
 
 
 def tis(
@@ -223,7 +224,7 @@ def tis(
     the cap of 2 as in TRL's paper index.
     """
     weight = log_ratio(batch.proximal_logprobs, batch.old_logprobs).exp().clamp(max=cap)
-    return _corrected(batch, weight, torch.zeros_like(weight, dtype=torch.bool), clip_low, clip_high)
+    return _corrected(batch, weight, clip_low, clip_high)
 
 
 def icepop(
@@ -239,8 +240,8 @@ def icepop(
     module.)
     """
     weight = log_ratio(batch.proximal_logprobs, batch.old_logprobs).exp()
-    dropped = (weight < low) | (weight > high)
-    return _corrected(batch, torch.where(dropped, 0.0, weight), dropped, clip_low, clip_high)
+    weight = torch.where((weight < low) | (weight > high), 0.0, weight)
+    return _corrected(batch, weight, clip_low, clip_high)
 
 
 LOSSES: dict[str, Callable[..., tuple[Tensor, LossStats]]] = {
@@ -314,10 +315,10 @@ class KlStats:
 def kl_to_reference(
     logprobs: Tensor,
     reference_logprobs: Tensor,
+    old_logprobs: Tensor,
     weights: Tensor,
     *,
     estimator: Literal["k1", "k2", "k3"] = "k3",
-    old_logprobs: Tensor | None = None,
     max_ratio: float = 5.0,
 ) -> tuple[Tensor, KlStats]:
     """Estimate KL(pi_theta || pi_ref) at the trained tokens, and return the loss and statistics. All tensors [n].
@@ -326,11 +327,9 @@ def kl_to_reference(
 
     With d = log pi_theta - log pi_ref, the estimate of a token is k1 = d, k2 = d^2 / 2 or k3 = exp(-d) - 1 + d.
 
-    On policy (pi_theta sampled the tokens) the values of k1 and k3 are unbiased, but only the gradient of k2 is that of
-    the KL. (The gradient of k1, for example, is 0 on average.) With `old_logprobs` (log mu) each estimate is multiplied
-    by r = pi_theta / mu. For k1 and k3, r is differentiated too. Both value and gradient are then unbiased, even off
-    policy (k3: DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it). For k2, r is not differentiated: the
-    estimate is sg(r) d^2 / 2, and its gradient, `r * d * grad(log pi_theta)`, is that of the KL.
+    Each estimate is multiplied by r = pi_theta / mu. For k1 and k3, r is differentiated too, so value and gradient are
+    unbiased, even off policy (k3: DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it). For k2, r is not
+    differentiated: the estimate is sg(r) d^2 / 2, and its gradient, `r * d * grad(log pi_theta)`, is that of the KL.
 
     To bound r, each estimate is also multiplied by the constant min(1, max_ratio / r): one token that pi_theta finds
     much likelier than mu would otherwise outweigh all others.
@@ -344,7 +343,7 @@ def kl_to_reference(
         estimate = 0.5 * distance**2
     else:
         estimate = torch.expm1(-distance) + distance
-    ratio = torch.ones_like(estimate) if old_logprobs is None else log_ratio(logprobs, old_logprobs).exp()
+    ratio = log_ratio(logprobs, old_logprobs).exp()
     if estimator == "k2":
         ratio = ratio.detach()
     estimate = ratio * (max_ratio / ratio.detach()).clamp(max=1.0) * estimate
@@ -389,9 +388,10 @@ def _weighted_likelihood(batch: LossInputs, ratio: Tensor, low: float, high: flo
     return _reduce(batch, bounded * batch.advantages * batch.logprobs, ratio, clipped=outside)
 
 
-def _corrected(
-    batch: LossInputs, weight: Tensor, dropped: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, LossStats]:
+def _corrected(batch: LossInputs, weight: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, LossStats]:
+    """Return the loss with the objective sg(weight) min(u A, clip(u, ...) A), u = pi_theta / pi_prox, and its
+    statistics. Tokens of weight 0 count as dropped."""
+    dropped = weight == 0.0
     ratio = log_ratio(batch.logprobs, batch.proximal_logprobs).exp()
     objective, clipped = _clipped_objective(ratio, batch.advantages, 1.0 - clip_low, 1.0 + clip_high)
     return _reduce(batch, weight.detach() * objective, ratio, clipped=clipped & ~dropped, dropped=dropped)

@@ -72,7 +72,7 @@ NORMAL_95 = 1.96
 """97.5 % quantile of the normal distribution: half the width of a 95 % interval, in standard errors."""
 
 
-def mean_reward(rewards: Sequence[float]) -> Json:
+def reward_stats(rewards: Sequence[float]) -> Json:
     """Return the mean reward, half the width of its 95 % interval (normal approximation), the number of rewards, and
     the share of rewards that are at least 1. A value is None if it needs more rewards than there are."""
     n = len(rewards)
@@ -178,24 +178,27 @@ class StepTimer:
     def __init__(self, engine_busy_seconds: Callable[[], float] | None) -> None:
         """`engine_busy_seconds`: seconds so far in which at least one call was with the engine; None if unknown."""
         self._engine_busy_seconds = engine_busy_seconds
-        self._started = self._now()
+        self._wall_start, self._busy_start = time.monotonic(), self._busy()
 
-    def _now(self) -> tuple[float, float]:
-        return time.monotonic(), self._engine_busy_seconds() if self._engine_busy_seconds else 0.0
+    def _busy(self) -> float:
+        return self._engine_busy_seconds() if self._engine_busy_seconds else 0.0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        before = self._now()
+        wall, busy = time.monotonic(), self._busy()
         yield
-        after = self._now()
-        self._started = (self._started[0] + after[0] - before[0], self._started[1] + after[1] - before[1])
+        self._wall_start += time.monotonic() - wall
+        self._busy_start += self._busy() - busy
 
     def lap(self) -> Json:
         """Return the wall seconds and the engine's busy seconds since the last lap, and start the next lap."""
-        now, started = self._now(), self._started
-        self._started = now
-        busy = now[1] - started[1] if self._engine_busy_seconds else None
-        return {"step_seconds": now[0] - started[0], "engine_busy_seconds": busy}
+        wall, busy = time.monotonic(), self._busy()
+        values = {
+            "step_seconds": wall - self._wall_start,
+            "engine_busy_seconds": busy - self._busy_start if self._engine_busy_seconds else None,
+        }
+        self._wall_start, self._busy_start = wall, busy
+        return values
 
 
 def read_lines(run: Path) -> Iterator[Json]:

@@ -98,8 +98,8 @@ class MlflowTracker:
         uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{run / 'mlflow.db'}"
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name("polar")
-        name = "polar" if experiment else self._client.create_experiment("polar", (run / "mlflow").as_uri())
-        experiment_id = experiment.experiment_id if experiment else name
+        artifacts = (run / "mlflow").as_uri()
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment("polar", artifacts)
         found = self._client.search_runs([experiment_id], f"tags.polar_run = '{_tracker_id(run)}'")
         if found:
             self._run_id = found[0].info.run_id

@@ -18,7 +18,7 @@ _LONGEST = 4000
 whole message."""
 _BEFORE = 400
 """Number of characters that are shown before the first difference of a long message."""
-_BESIDE: frozenset[Edge] = frozenset({"side_call", "subagent"})
+_SIDE_EDGES: frozenset[Edge] = frozenset({"side_call", "subagent"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ def main_call(calls: Sequence[CallSummary]) -> CallSummary | None:
     Calls with the edge `side_call` or `subagent`, and all calls that descend from these calls, do not count. `calls`
     are ordered by start.
     """
-    beside: set[str] = set()
+    side_calls: set[str] = set()
     own = []
     for call in calls:
-        if call.edge in _BESIDE or call.parent_call_id in beside:
-            beside.add(call.call_id)
+        if call.edge in _SIDE_EDGES or call.parent_call_id in side_calls:
+            side_calls.add(call.call_id)
         elif call.choices:
             own.append(call)
     return max(own, key=lambda call: (call.message_count, call.started_at), default=None)

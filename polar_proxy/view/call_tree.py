@@ -6,7 +6,7 @@ graph of a version control system. A lane is used again once nothing refers to i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from polar_proxy.sessions.lineage_reasons import reason_of
@@ -50,7 +50,7 @@ class TreeLine:
 class CallTree:
     """The drawn calls of a session: all, or one page of them."""
 
-    calls: int
+    call_count: int
     """Number of calls of the session."""
     rows: Sequence[TreeRow]
     lines: Sequence[TreeLine]
@@ -63,25 +63,36 @@ class CallTree:
     """Id of the call after the last drawn one; None if there is none."""
 
 
-def draw_tree(calls: Sequence[CallSummary], chosen: str | None = None, most: int | None = None) -> CallTree:
-    """Draw the calls of a session, ordered by start: all, or the page of `most` calls that contains the call
+@dataclass(slots=True)
+class Branch:
+    """A chain of calls, each of which continues the one before. The fields are positions of calls in the session."""
+
+    first: int
+    newest: int
+    last_use: int
+    """Position of the last call that is in the branch or has its parent there."""
+    lane: int = 0
+
+
+def draw_tree(calls: Sequence[CallSummary], chosen: str | None = None, page_size: int | None = None) -> CallTree:
+    """Draw the calls of a session, ordered by start: all, or the page of `page_size` calls that contains the call
     `chosen`."""
-    place = {call.call_id: index for index, call in enumerate(calls)}
-    parents = [_parent(place, index, call) for index, call in enumerate(calls)]
+    positions = {call.call_id: position for position, call in enumerate(calls)}
+    parents = [_parent(positions, call) for call in calls]
     lanes = _lanes(calls, parents)
     rows = [
         TreeRow(
-            index + 1,
+            position + 1,
             call,
-            _MARGIN + lanes[index] * LANE,
-            index * ROW + ROW // 2,
+            _MARGIN + lanes[position] * LANE,
+            position * ROW + ROW // 2,
             None if parent is None else parent + 1,
             reason_of(call.rule),
         )
-        for index, (call, parent) in enumerate(zip(calls, parents, strict=True))
+        for position, (call, parent) in enumerate(zip(calls, parents, strict=True))
     ]
-    start = 0 if most is None else place.get(chosen or "", 0) // most * most
-    drawn = rows[start : None if most is None else start + most]
+    start = 0 if page_size is None else positions.get(chosen or "", 0) // page_size * page_size
+    drawn = rows[start : None if page_size is None else start + page_size]
     end = start + len(drawn)
     lines = [
         TreeLine(row.call.edge, _path(rows[parent], row))
@@ -89,10 +100,10 @@ def draw_tree(calls: Sequence[CallSummary], chosen: str | None = None, most: int
         if parent is not None
     ]
     return CallTree(
-        calls=len(calls),
+        call_count=len(calls),
         rows=drawn,
         lines=lines,
-        width=2 * _MARGIN + LANE * max((lanes[index] for index in range(start, end)), default=0),
+        width=2 * _MARGIN + LANE * max(lanes[start:end], default=0),
         top=start * ROW,
         height=ROW * len(drawn),
         earlier=calls[start - 1].call_id if start else None,
@@ -100,44 +111,36 @@ def draw_tree(calls: Sequence[CallSummary], chosen: str | None = None, most: int
     )
 
 
-def _parent(place: dict[str, int], index: int, call: CallSummary) -> int | None:
-    """Return the row of a call's parent. None if the call has no parent here, or if the parent did not start before the
-    call (clocks may differ)."""
-    parent = place.get(call.parent_call_id or "")
-    return parent if parent is not None and parent < index else None
+def _parent(positions: Mapping[str, int], call: CallSummary) -> int | None:
+    """Return the position of a call's parent. None if the call has no parent here, or if the parent did not start
+    before the call (clocks may differ)."""
+    parent = positions.get(call.parent_call_id or "")
+    return parent if parent is not None and parent < positions[call.call_id] else None
 
 
 def _lanes(calls: Sequence[CallSummary], parents: Sequence[int | None]) -> list[int]:
     """Return the lane of each call."""
-    branch_of: list[int] = []
-    """For each call its branch: a chain of calls, each of which continues the one before."""
-    tips: list[int] = []
-    """For each branch its newest call."""
-    first: list[int] = []
-    last: list[int] = []
-    for index, call in enumerate(calls):
-        parent = parents[index]
-        if parent is not None and call.edge in _STAYS and tips[branch_of[parent]] == parent:
-            branch = branch_of[parent]
+    branches: list[Branch] = []
+    branch_of: list[Branch] = []
+    for position, (call, parent) in enumerate(zip(calls, parents, strict=True)):
+        origin = None if parent is None else branch_of[parent]
+        if origin is not None and call.edge in _STAYS and origin.newest == parent:
+            branch = origin
         else:
-            branch = len(tips)
-            tips.append(index)
-            first.append(index)
-            last.append(index)
+            branch = Branch(position, position, position)
+            branches.append(branch)
+        branch.newest = branch.last_use = position
+        if origin is not None:
+            origin.last_use = position
         branch_of.append(branch)
-        tips[branch] = last[branch] = index
-        if parent is not None:
-            last[branch_of[parent]] = max(last[branch_of[parent]], index)
-    free_from: list[int] = []
-    """For each lane the row from which it is free."""
-    lane_of: list[int] = []
-    for branch, start in enumerate(first):
-        lane = next((lane for lane, row in enumerate(free_from) if row < start), len(free_from))
-        if lane == len(free_from):
-            free_from.append(0)
-        free_from[lane] = last[branch]
-        lane_of.append(lane)
-    return [lane_of[branch] for branch in branch_of]
+    last_uses: list[int] = []
+    """For each lane the `last_use` of its newest branch."""
+    for branch in branches:
+        branch.lane = next((lane for lane, used in enumerate(last_uses) if used < branch.first), len(last_uses))
+        if branch.lane == len(last_uses):
+            last_uses.append(0)
+        last_uses[branch.lane] = branch.last_use
+    return [branch.lane for branch in branch_of]
 
 
 def _path(parent: TreeRow, row: TreeRow) -> str:

@@ -19,7 +19,7 @@ from polar_proxy.api import ApiContext
 from polar_proxy.api.context import HEARTBEAT_SECONDS, StreamedResponse, event_stream
 from polar_proxy.errors import ApiError
 from polar_proxy.store.repositories.changes import Followed
-from polar_proxy.view.shared import SharedReadings
+from polar_proxy.view.query_cache import QueryCache
 
 MOST_STREAMS = 200
 READ_SECONDS = 0.5
@@ -31,7 +31,7 @@ class ChangeStreams:
     """The streams of one server."""
 
     _open: int = 0
-    _states: SharedReadings = field(default_factory=lambda: SharedReadings(READ_SECONDS * 0.9))
+    _states: QueryCache = field(default_factory=lambda: QueryCache(READ_SECONDS * 0.9))
 
     def respond(self, api: ApiContext, followed: Followed, record_id: str) -> StreamedResponse:
         """Return the stream of a page. Raises ApiError 503 if too many streams are open."""

@@ -41,7 +41,7 @@ class ViewContext:
     changes: ChangeStreams = field(default_factory=ChangeStreams)
 
     @cached_property
-    def values(self) -> EngineValues:
+    def engine_values(self) -> EngineValues:
         main = () if self.api.engine is None else (self.api.engine,)
         return EngineValues((*main, *self.api.engines.values()))
 

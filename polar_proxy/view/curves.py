@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from polar_proxy.types import Json
@@ -32,12 +32,11 @@ class Quantity:
 @dataclass(frozen=True, slots=True)
 class Curve:
     """The curve of one quantity in one run. `run`: index of the run, which selects the colour; `quantity`: index of the
-    quantity in the panel, which selects the dashes. `steps` and `values` are the points of `path`."""
+    quantity in the panel, which selects the dashes."""
 
     label: str
     run: int
     quantity: int
-    path: str
     steps: Sequence[int]
     values: Sequence[float]
 
@@ -48,13 +47,22 @@ class Panel:
 
     title: str
     unit: str
-    names: Sequence[str]
-    """Name of each quantity, for the legend; empty if the panel has only one."""
+    legend: Mapping[int, str]
+    """Name of each drawn quantity by its index; empty if the panel has only one quantity."""
     curves: Sequence[Curve]
     low: float
     high: float
     first: int
     last: int
+
+    def path(self, curve: Curve) -> str:
+        """Return a curve as the path of an SVG."""
+        width, height = max(self.last - self.first, 1), self.high - self.low
+        points = [
+            f"{WIDTH * (step - self.first) / width:.1f} {HEIGHT * (self.high - value) / height:.1f}"
+            for step, value in zip(curve.steps, curve.values, strict=True)
+        ]
+        return "M" + "L".join(points) + ("h0" if len(points) == 1 else "")  # h0: a dot
 
 
 def _of(name: str) -> Value:
@@ -107,38 +115,23 @@ def draw_panels(runs: Sequence[tuple[str, Sequence[Json]]]) -> list[Panel]:
 def _draw(
     title: str, unit: str, quantities: Sequence[Quantity], runs: Sequence[tuple[str, Sequence[Json]]]
 ) -> Panel | None:
-    points = [
-        (name, run, number, list(_points(quantity, lines)))
-        for run, (name, lines) in enumerate(runs)
-        for number, quantity in enumerate(quantities)
-    ]
-    points = [one for one in points if one[3]]
-    if not points:
+    curves = []
+    for run, (name, lines) in enumerate(runs):
+        for index, quantity in enumerate(quantities):
+            label = name if len(quantities) == 1 else f"{name}: {quantity.name}"
+            points = list(_points(quantity, lines))
+            if points:
+                curves.append(Curve(label, run, index, [step for step, _ in points], [value for _, value in points]))
+    if not curves:
         return None
-    steps = [step for *_, line in points for step, _ in line]
-    values = [value for *_, line in points for _, value in line]
-    first, last, low, high = min(steps), max(steps), min(values), max(values)
+    steps = [step for curve in curves for step in curve.steps]
+    values = [value for curve in curves for value in curve.values]
+    low, high = min(values), max(values)
     if low == high:  # one step, or equal values: the axis begins or ends at zero
         low, high = (min(low, 0.0), max(high, 0.0)) if low else (0.0, 1.0)
-
-    def place(step: int, value: float) -> str:
-        x = WIDTH * (step - first) / max(last - first, 1)
-        return f"{x:.1f} {HEIGHT * (high - value) / (high - low):.1f}"
-
-    curves = [
-        Curve(
-            label=name if len(quantities) == 1 else f"{name}: {quantities[number].name}",
-            run=run,
-            quantity=number,
-            path="M" + "L".join(place(*point) for point in line) + ("h0" if len(line) == 1 else ""),  # a dot
-            steps=[step for step, _ in line],
-            values=[value for _, value in line],
-        )
-        for name, run, number, line in points
-    ]
-    used = sorted({number for _, _, number, _ in points})
-    names = [quantities[number].name for number in used] if len(quantities) > 1 else []
-    return Panel(title, unit, names, curves, low, high, first, last)
+    drawn = sorted({curve.quantity for curve in curves}) if len(quantities) > 1 else []
+    legend = {index: quantities[index].name for index in drawn}
+    return Panel(title, unit, legend, curves, low, high, min(steps), max(steps))
 
 
 def _points(quantity: Quantity, lines: Iterable[Json]) -> Iterable[tuple[int, float]]:

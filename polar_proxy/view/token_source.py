@@ -16,15 +16,15 @@ import numpy as np
 from cachetools import LRUCache
 
 from polar_proxy.api import ApiContext
-from polar_proxy.api.context import not_found
+from polar_proxy.api.context import not_found, require
 from polar_proxy.engines.token_texts import NoTextsError, token_texts
+from polar_proxy.export.formats.training_rows import advantages_by_rollout
 from polar_proxy.sequences import answer_sampling, assemble, find_choice
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.repositories.traces import TraceSummary
 from polar_proxy.terminal import escape_controls
 from polar_proxy.token_scale import PROBABILITIES, scale_legend
 from polar_proxy.traces.audit import scored_temperature
-from polar_proxy.training.advantages import grpo
 from polar_proxy.types import AnswerSampling, CallRecord, EngineInfo, Json, Logprobs, Span, TokenIds
 
 CHUNK = 16_384
@@ -71,20 +71,20 @@ class TokenSources:
     async def of_trace(self, store: Store, trace_id: str) -> TokenSequence:
         """Return the tokens of a trace. Raises ApiError 404 if it does not exist."""
         if (known := self._sequences.get(trace_id)) is None:
-            summary = await store.traces.summary(trace_id)
-            if summary is None:
-                raise not_found("trace", trace_id)
+            summary = await require("trace", trace_id, store.traces.summary(trace_id))
             known = self._sequences[trace_id] = await _read_trace(store, summary)
         return known
 
     async def of_call(self, store: Store, call_id: str) -> TokenSequence:
         """Return the prompt and the first answer of a call. Raises ApiError 404 if it does not exist."""
         if (known := self._sequences.get(call_id)) is None:
-            call = await store.calls.get(call_id)
-            if call is None:
-                raise not_found("call", call_id)
+            call = await require("call", call_id, store.calls.get(call_id))
             known = self._sequences[call_id] = await asyncio.to_thread(_read_call, call)
         return known
+
+    def forget(self, record_id: str) -> None:
+        """Read this trace or call again at the next request."""
+        self._sequences.pop(record_id, None)
 
     async def chunk(self, context: ApiContext, sequence: TokenSequence, start: int) -> Json:
         """Return the tokens from `start` on, at most CHUNK: ids, log-probabilities (null: not sampled) and texts."""
@@ -171,9 +171,7 @@ async def advantage_of(store: Store, trace: TraceSummary) -> float | None:
 def group_advantages(rows: Iterable[RolloutRow]) -> dict[str, float | None]:
     """Return rollout id -> GRPO advantage within the group; None for a rollout without a reward. Unfinished and
     incomplete rollouts do not count, and are not in the result."""
-    counted = [row for row in rows if row.final and not row.incomplete]
-    values = grpo([row.reward for row in counted]).tolist()
-    return {row.rollout_id: None if math.isnan(value) else value for row, value in zip(counted, values, strict=True)}
+    return advantages_by_rollout({row.rollout_id: row.reward for row in rows if row.final and not row.incomplete})
 
 
 def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord], rescored: bool = False) -> list[Json]:

@@ -31,13 +31,14 @@ def batch_of(group: TrainingGroup) -> TrainingBatch:
 
 def check_batch(batch: TrainingBatch, reward: float, masked: bool) -> None:
     assert batch.rewards == (reward, reward)  # also in the baseline of a rollout that is excluded
-    assert batch.sampled_tokens > 0
+    plan = batch.plan
+    assert plan.sampled_tokens > 0
     if masked:
-        assert (batch.sequences, batch.trained_tokens) == ((), 0)
-        assert batch.skipped["masked"].rollouts == 2
-        assert batch.skipped["masked"].tokens == batch.sampled_tokens
+        assert (batch.sequences, plan.trained_tokens) == ((), 0)
+        assert plan.skipped["masked"].rollouts == 2
+        assert plan.skipped["masked"].tokens == plan.sampled_tokens
     else:
-        assert (batch.trained_rollouts, batch.trained_tokens, batch.skipped) == (2, batch.sampled_tokens, {})
+        assert (plan.trained_rollouts, plan.trained_tokens, plan.skipped) == (2, plan.sampled_tokens, {})
 
 
 def check_detail(detail: dict[str, Any], policy: str | None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import httpx
@@ -41,11 +42,15 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 @asynccontextmanager
-async def proxied(committed: bool = True) -> AsyncIterator[tuple[RecordingProxy, httpx.AsyncClient]]:
+async def proxied(
+    *, committed: bool = True, cuts: Iterable[bool] = itertools.repeat(False)
+) -> AsyncIterator[tuple[RecordingProxy, httpx.AsyncClient]]:
+    """Serve `answer` behind a proxy. `cuts`: for each request, whether the proxy breaks the answer off."""
+    decisions = iter(cuts)
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with (
-        RecordingProxy("127.0.0.1", port, lambda call_id: committed) as proxy,
+        RecordingProxy("127.0.0.1", port, lambda call_id: committed, lambda exchange: next(decisions)) as proxy,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{proxy.port}", trust_env=False, timeout=60) as client,
     ):
         yield proxy, client
@@ -72,8 +77,7 @@ async def test_records_an_answer_that_was_sent_before_its_call_was_committed() -
 
 
 async def test_cut_answer_breaks_the_connection() -> None:
-    async with proxied() as (proxy, client):
-        proxy.should_cut = lambda exchange: len(proxy.exchanges) == 1
+    async with proxied(cuts=(True, False)) as (proxy, client):
         with pytest.raises(httpx.TransportError):
             await client.post("/v1/messages", json={})
         assert (await client.post("/v1/messages", json={})).content == BODY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polar_proxy.dialects.google.contents import SignedReasoning, pack
+from polar_proxy.dialects.google.contents import SignedReasoning, encode_signature
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
@@ -178,16 +178,16 @@ def reasoning(*parts: Json) -> object:
 
 
 def test_reasoning_is_restored_from_signatures() -> None:
-    signature = pack(SignedReasoning(0, "so be it"))
+    signature = encode_signature(SignedReasoning(0, "so be it"))
     assert reasoning({"text": "x", "thoughtSignature": signature}) == "so be it"
     assert reasoning({"text": "shortened", "thought": True}, {"text": "x", "thoughtSignature": signature}) == "so be it"
-    first, second = pack(SignedReasoning(0, "so ")), pack(SignedReasoning(3, "be it"))
+    first, second = encode_signature(SignedReasoning(0, "so ")), encode_signature(SignedReasoning(3, "be it"))
     assert reasoning({"text": "x", "thoughtSignature": first}, {"text": "y", "thoughtSignature": second}) == "so be it"
 
 
 def test_repeated_signatures_change_nothing() -> None:
     """Some clients put the first call's signature on every call."""
-    signature = pack(SignedReasoning(0, "so be it"))
+    signature = encode_signature(SignedReasoning(0, "so be it"))
     assert reasoning(*({**call(), "thoughtSignature": signature} for _ in range(3))) == "so be it"
 
 

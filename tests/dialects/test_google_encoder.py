@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from polar_proxy.dialects.base import Answer
-from polar_proxy.dialects.google.contents import SignedReasoning, extend_reasoning, pack, unpack
+from polar_proxy.dialects.google.contents import SignedReasoning, decode_signature, encode_signature, extend_reasoning
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent
 from polar_proxy.types import Json, Message, SampleEvent, ToolCall, ToolDelta, TopLogprob
 from tests.dialects.encoding import cut, gather
@@ -165,14 +165,16 @@ def _object(arguments: str) -> bool:
 @given(st.integers(0, 99), texts, st.none() | st.builds(ToolCall, texts, texts, texts))
 def test_signature_round_trip(at: int, reasoning: str, call: ToolCall | None) -> None:
     signed = SignedReasoning(at, reasoning, call)
-    assert unpack(pack(signed)) == signed
-    recoded = pack(signed).replace("+", "-").replace("/", "_").rstrip("=")
-    assert unpack(recoded) == signed
+    assert decode_signature(encode_signature(signed)) == signed
+    recoded = encode_signature(signed).replace("+", "-").replace("/", "_").rstrip("=")
+    assert decode_signature(recoded) == signed
 
 
-@given(st.text(max_size=40) | st.binary(max_size=40).map(lambda data: pack(SignedReasoning())[:9] + data.hex()))
+@given(
+    st.text(max_size=40) | st.binary(max_size=40).map(lambda data: encode_signature(SignedReasoning())[:9] + data.hex())
+)
 def test_foreign_signature_is_none(signature: str) -> None:
-    assert unpack(signature) is None
+    assert decode_signature(signature) is None
 
 
 def test_extend_reasoning_ignores_gaps_and_repetitions() -> None:
@@ -265,7 +267,7 @@ def test_reasoning_is_signed_on_the_first_text_and_call() -> None:
         finish(),
     ]
     parts = parts_of(both_forms({"contents": [HI]}, events)[0])
-    why = pack(SignedReasoning(0, "why"))
+    why = encode_signature(SignedReasoning(0, "why"))
     assert [part.get("thoughtSignature") for part in parts] == [why, None, why, None]
     parts = parts_of(both_forms({"contents": [HI]}, [SampleEvent(reasoning="why"), finish("length")])[0])
     assert parts == [{"text": "", "thoughtSignature": why}]

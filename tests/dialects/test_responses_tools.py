@@ -9,7 +9,7 @@ import pytest
 
 from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.dialects.openai_responses.items import call_item
-from polar_proxy.dialects.openai_responses.tools import Toolbox
+from polar_proxy.dialects.openai_responses.tools import ResponsesTools
 from polar_proxy.types import ChatRequest, Json, ToolCall
 
 GRAMMAR = 'start: "*** Begin Patch"'
@@ -30,8 +30,8 @@ SPACE: Json = {
 }
 
 
-def box(*raw: Json) -> Toolbox:
-    tools = Toolbox()
+def box(*raw: Json) -> ResponsesTools:
+    tools = ResponsesTools()
     for number, tool in enumerate(raw):
         tools.add(tool, f"tools[{number}]")
     return tools
@@ -58,7 +58,7 @@ def test_custom_tool_is_a_function_of_one_string() -> None:
 
 def test_namespace_is_flattened_and_its_calls_carry_both_names() -> None:
     tools = box(SPACE)
-    assert list(tools.tools) == ["functions__exec", "functions__wait"]
+    assert list(tools.by_name) == ["functions__exec", "functions__wait"]
     custom = call_item(tools, ToolCall("c1", "functions__exec", '{"input":"1+1"}'), "call_x", 0, "completed")
     assert custom == {
         "id": "ctc_x_0",
@@ -76,14 +76,14 @@ def test_namespace_is_flattened_and_its_calls_carry_both_names() -> None:
 def test_equal_flat_names_get_a_number() -> None:
     plain: Json = {"type": "function", "name": "functions__exec", "parameters": None}
     tools = box(plain, SPACE)
-    assert list(tools.tools) == ["functions__exec", "functions__exec_2", "functions__wait"]
+    assert list(tools.by_name) == ["functions__exec", "functions__exec_2", "functions__wait"]
     assert tools.offered_name("functions", "exec") == "functions__exec_2"
     assert tools.offered_name(None, "functions__exec") == "functions__exec"
     assert call_item(tools, ToolCall("c", "functions__exec_2", "{}"), "call_x", 0, "completed")["name"] == "exec"
 
 
 def test_namespace_that_ends_in_the_separator() -> None:
-    assert list(box({**SPACE, "name": "mcp__git__"}).tools) == ["mcp__git__exec", "mcp__git__wait"]
+    assert list(box({**SPACE, "name": "mcp__git__"}).by_name) == ["mcp__git__exec", "mcp__git__wait"]
 
 
 def test_offers_additional_tools_of_the_input() -> None:

@@ -69,7 +69,7 @@ async def test_probe_finds_capabilities(engine: LlamaCppEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "message"),
+    ("quirk", "message"),
     [
         ("ollama", r"is Ollama 0\.9\.0, whose API returns no token ids.*--engine openai --engine-url http"),
         ("no_ids", "returns no token ids.*Update llama.cpp"),
@@ -80,8 +80,8 @@ async def test_probe_finds_capabilities(engine: LlamaCppEngine) -> None:
         ("chat_differs", "gives the chat route a prompt of"),
     ],
 )
-async def test_rejects_a_server_whose_answers_cannot_be_recorded(limit: str, message: str) -> None:
-    async with FakeLlama(limits=frozenset({limit})) as fake:
+async def test_rejects_a_server_whose_answers_cannot_be_recorded(quirk: str, message: str) -> None:
+    async with FakeLlama(quirks=frozenset({quirk})) as fake:
         with pytest.raises(EngineError, match=message):
             async with LlamaCppEngine(fake.url):
                 pass
@@ -95,7 +95,7 @@ async def test_unknown_model_error_names_the_served_one() -> None:
 
 
 async def test_calls_in_another_form_are_refused_with_the_reason() -> None:
-    async with FakeLlama(limits=frozenset({"other_form"})) as fake, LlamaCppEngine(fake.url) as engine:
+    async with FakeLlama(quirks=frozenset({"other_form"})) as fake, LlamaCppEngine(fake.url) as engine:
         assert "tools" not in engine.info.capabilities
         assert "another format than Hermes" in str(engine.continue_problem)
         with pytest.raises(RequestError, match="cannot read this model's tool calls") as caught:
@@ -216,7 +216,7 @@ async def test_errors_of_the_server_are_typed(fault: Fault, kind: type[Exception
 
 async def test_an_id_that_differs_from_the_one_beside_the_logprob_is_an_error() -> None:
     async with FakeLlama() as fake, LlamaCppEngine(fake.url) as engine:
-        fake.limits = frozenset({"two_ids"})
+        fake.quirks = frozenset({"two_ids"})
         with pytest.raises(EngineError, match="sent two ids for one token"):
             await run(engine, chat())
 

@@ -65,7 +65,7 @@ async def test_conversations_are_rendered_in_this_process(engine: LlamaCppEngine
     (here,) = await engine.render_texts([request])
     assert here == await engine.client.apply_template(request)
     assert engine._local is not None
-    assert await engine._local.renders([request])
+    assert await engine._local.matches_server([request])
 
 
 async def test_text_becomes_the_ids_of_the_models_own_tokenizer(engine: LlamaCppEngine) -> None:
@@ -84,7 +84,7 @@ def _is_text(data: bytes) -> bool:
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 async def test_logprobs_are_those_of_the_distribution_in_torch(engine: LlamaCppEngine, temperature: float) -> None:
     """A teacher-forced float32 pass of the same weights in Transformers. Parts of characters are not sampled."""
-    unfinished = [token for token, data in engine.model.vocabulary.data.items() if not _is_text(data)]
+    unfinished = [token for token, data in engine.model.vocabulary.token_bytes.items() if not _is_text(data)]
     assert unfinished
     bias = {str(token): -100.0 for token in unfinished}
     model = AutoModelForCausalLM.from_pretrained(POLAR_TINY, dtype=torch.float32).eval()

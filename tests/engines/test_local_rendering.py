@@ -45,7 +45,7 @@ async def test_texts_have_the_servers_ids(drops: bool, tools: ToolForm) -> None:
     renderer = await server.find()
     for system in (BILLED, replace(BILLED, content=[{"type": "text", "text": BILLED.content}])):
         request = ChatRequest("m", (system, Message("user", "Hello.")), tools=(LOOK,))
-        assert await renderer.renders([request])
+        assert await renderer.matches_server([request])
         (text,) = await renderer.texts([request])
         assert ("billing" not in text) == drops
         assert await renderer.encode(text) == await server.render(request)
@@ -61,7 +61,7 @@ async def test_a_conversation_that_differs_is_not_rendered_here() -> None:
     server = Server(MessageForm())
     renderer = await server.find()
     server.adds = "!"
-    assert not await renderer.renders([HELLO])
+    assert not await renderer.matches_server([HELLO])
     assert not await renderer.confirm(HELLO)
 
 
@@ -70,17 +70,17 @@ async def test_conversations_are_compared_once_for_their_tools_and_then_now_and_
     renderer = await server.find()
     before = server.renderings
     for request in (HELLO, HELLO, replace(HELLO, tools=(LOOK,))):
-        assert await renderer.renders([request])
+        assert await renderer.matches_server([request])
     assert server.renderings == before + 2
     server.adds = "!"
     confirmed = [await renderer.confirm(HELLO) for _ in range(32)]
     assert confirmed == [True] * 31 + [False]
-    assert not await renderer.renders([HELLO])
-    assert await renderer.renders([replace(HELLO, tools=(LOOK,))])
+    assert not await renderer.matches_server([HELLO])
+    assert await renderer.matches_server([replace(HELLO, tools=(LOOK,))])
 
 
 async def test_roles_that_servers_move_are_rendered_by_the_server() -> None:
     server = Server(MessageForm())
     renderer = await server.find()
     developer = replace(HELLO, messages=(*HELLO.messages, Message("developer", "Mind this.")))
-    assert not await renderer.renders([developer])
+    assert not await renderer.matches_server([developer])

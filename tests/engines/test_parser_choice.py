@@ -20,9 +20,9 @@ from polar_proxy.engines.chat_template import ModelFiles
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.engines.vllm.answer_parser import parser_request
-from polar_proxy.engines.vllm.own_forms import TOOL
 from polar_proxy.engines.vllm.parser_process import ParsedStream, ParserProcess, Parsers
 from polar_proxy.engines.vllm.parser_proof import ParserProofs
+from polar_proxy.engines.vllm.target_answers import TOOL
 from polar_proxy.types import ChatRequest, Json
 from tests.engines.vllm_environment import vllm_python
 from tests.fakes.vllm_server import END, FakeVllm, tokenized
@@ -73,8 +73,8 @@ class ScriptedParsers(ParserProcess):
 
 
 async def chosen(process: ParserProcess, given: Parsers | None = None) -> Parsers:
-    async with FakeVllm(limits=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
-        proofs = ParserProofs(engine.client, end=END, tools=True, process=process, parsers=given)
+    async with FakeVllm(quirks=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
+        proofs = ParserProofs(engine.client, end_of_turn=END, tools=True, process=process, parsers=given)
         return (await proofs.prove({})).parsers
 
 
@@ -125,34 +125,36 @@ async def test_the_server_is_asked_as_long_as_its_answers_rule_out_parsers() -> 
 
 async def test_no_parsers_are_chosen_if_no_call_in_the_models_form_was_sampled() -> None:
     """All of them may read the texts without calls alike."""
-    async with FakeVllm(limits=frozenset({"other_form", "no_choice"})) as fake, VllmEngine(fake.url) as engine:
+    async with FakeVllm(quirks=frozenset({"other_form", "no_choice"})) as fake, VllmEngine(fake.url) as engine:
         process = ScriptedParsers(telling=TELLING)
         with pytest.raises(CannotContinueError, match=r"made to sample a tool call.*engine\.vllm_parsers"):
-            await ParserProofs(engine.client, end=END, tools=True, process=process).prove({})
-        named = ParserProofs(engine.client, end=END, tools=True, process=process, parsers=RIGHT)
+            await ParserProofs(engine.client, end_of_turn=END, tools=True, process=process).prove({})
+        named = ParserProofs(engine.client, end_of_turn=END, tools=True, process=process, parsers=RIGHT)
         assert (await named.prove({})).parsers == RIGHT
 
 
 async def test_parsers_are_chosen_by_the_calls_of_the_servers_own_grammar() -> None:
     """vLLM's parser for GLM 4.7 replaces a given grammar by one for tool calls."""
-    limits = frozenset({"other_form", "own_grammar"})
-    async with FakeVllm(limits=limits) as fake, VllmEngine(fake.url) as engine:
+    quirks = frozenset({"other_form", "own_grammar"})
+    async with FakeVllm(quirks=quirks) as fake, VllmEngine(fake.url) as engine:
         process = ScriptedParsers(telling=TELLING)
         process.pairs = (RIGHT,)
-        assert (await ParserProofs(engine.client, end=END, tools=True, process=process).prove({})).parsers == RIGHT
+        assert (
+            await ParserProofs(engine.client, end_of_turn=END, tools=True, process=process).prove({})
+        ).parsers == RIGHT
 
 
-@pytest.mark.parametrize("limit", ["own_grammar", "free_with_tools", "no_choice", "reasons_first"])
-async def test_answers_under_the_servers_own_grammar_count_as_constrained_if_its_parser_is_unknown(limit: str) -> None:
-    limits = frozenset({"other_form", limit})
-    async with FakeVllm(limits=limits) as fake, VllmEngine(fake.url) as engine:
-        proofs = ParserProofs(engine.client, end=END, tools=True)
+@pytest.mark.parametrize("quirk", ["own_grammar", "free_with_tools", "no_choice", "reasons_first"])
+async def test_answers_under_the_servers_own_grammar_count_as_constrained_if_its_parser_is_unknown(quirk: str) -> None:
+    quirks = frozenset({"other_form", quirk})
+    async with FakeVllm(quirks=quirks) as fake, VllmEngine(fake.url) as engine:
+        proofs = ParserProofs(engine.client, end_of_turn=END, tools=True)
         with pytest.raises(CannotContinueError, match="vLLM's package was not found"):
             await proofs.prove({})
         asked = ChatRequest("", (), tools=(TOOL,))
         assert engine.continue_problem is not None
-        assert await proofs.constrains(asked) == (limit == "own_grammar"), "it samples a call in place of a given text"
-        assert await engine.constrains(asked) == (limit in ("own_grammar", "free_with_tools"))
+        assert await proofs.constrains(asked) == (quirk == "own_grammar"), "it samples a call in place of a given text"
+        assert await engine.constrains(asked) == (quirk in ("own_grammar", "free_with_tools"))
         assert not await engine.constrains(replace(asked, tools=()))
 
 
@@ -163,8 +165,8 @@ async def test_given_parsers_are_not_compared_with_others() -> None:
 
 
 async def test_knows_whether_the_chat_route_samples_under_a_grammar_of_the_parser() -> None:
-    async with FakeVllm(limits=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
-        proofs = ParserProofs(engine.client, end=END, tools=True, process=ScriptedParsers(telling=TELLING))
+    async with FakeVllm(quirks=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
+        proofs = ParserProofs(engine.client, end_of_turn=END, tools=True, process=ScriptedParsers(telling=TELLING))
         asked = ChatRequest("", (), tools=(TOOL,))
         assert not await proofs.constrains(asked), "the parser is not known yet"
         await proofs.prove({})
@@ -177,11 +179,11 @@ async def test_knows_whether_the_chat_route_samples_under_a_grammar_of_the_parse
 @pytest.mark.parametrize(("with_grammar", "enforced"), [(RIGHT, True), (None, False)])
 async def test_knows_whether_a_demanded_call_is_enforced(with_grammar: Parsers | None, enforced: bool) -> None:
     """vLLM's parser for Gemma 4 has no grammar, so the model may answer without the call that was demanded."""
-    async with FakeVllm(limits=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
+    async with FakeVllm(quirks=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
         process = ScriptedParsers(telling=TELLING)
         process.with_grammar = with_grammar
         process.pairs = (RIGHT,)
-        proofs = ParserProofs(engine.client, end=END, tools=True, process=process)
+        proofs = ParserProofs(engine.client, end_of_turn=END, tools=True, process=process)
         assert await proofs.enforces_calls(), "the parser is not known yet"
         await proofs.prove({})
         assert await proofs.enforces_calls() == enforced
@@ -200,7 +202,14 @@ async def test_real_parsers_are_matched_in_the_chunks_of_the_servers_stream(tmp_
     async with ParserProcess(vllm_python(), str(tmp_path)) as process:
 
         async def fits(chunks: list[int], read: Json) -> bool:
-            answer = {"prompt": [1], "ids": ids, "raw_finish": "stop", "own": True, "text": "", "reasoning": ""}
+            answer = {
+                "prompt": [1],
+                "ids": ids,
+                "raw_finish": "stop",
+                "contains_call": True,
+                "text": "",
+                "reasoning": "",
+            }
             return bool(await process.match(request, [{**answer, **read, "chunks": chunks}], [("llama3_json", None)]))
 
         assert [await fits([1] * len(ids), read) for read in (called, lost)] == [True, False]

@@ -50,10 +50,10 @@ async def test_template_hash_changes_with_the_template() -> None:
         assert (await entered(fake)).info.template_hash != one
 
 
-@pytest.mark.parametrize("limits", [set(), {"no_tokenize"}])
-async def test_rendering_equals_the_prompt_ids(limits: set[str]) -> None:
-    async with FakeVllm(limits=frozenset(limits)) as fake, VllmEngine(fake.url) as engine:
-        assert (engine.info.eos_token_ids == ()) == bool(limits)
+@pytest.mark.parametrize("quirks", [set(), {"no_tokenize"}])
+async def test_rendering_equals_the_prompt_ids(quirks: set[str]) -> None:
+    async with FakeVllm(quirks=frozenset(quirks)) as fake, VllmEngine(fake.url) as engine:
+        assert (engine.info.eos_token_ids == ()) == bool(quirks)
         for request in (chat(), chat(**TOOLS), chat(sampling=Sampling(n=2, stop=("x",)))):
             assert list((await run(engine, request)).prompt_ids) == await engine.render(request)
 
@@ -61,8 +61,8 @@ async def test_rendering_equals_the_prompt_ids(limits: set[str]) -> None:
 @pytest.mark.parametrize(
     ("fake", "capability"),
     [
-        (FakeVllm(limits=frozenset({"no_tools"})), "tools"),
-        (FakeVllm(limits=frozenset({"no_score"})), "score"),
+        (FakeVllm(quirks=frozenset({"no_tools"})), "tools"),
+        (FakeVllm(quirks=frozenset({"no_score"})), "score"),
     ],
     ids=["tools", "score"],
 )
@@ -72,13 +72,13 @@ async def test_probe_does_not_claim_missing_capabilities(fake: FakeVllm, capabil
 
 
 async def test_score_needs_the_capability() -> None:
-    async with FakeVllm(limits=frozenset({"no_score"})) as fake, VllmEngine(fake.url) as engine:
+    async with FakeVllm(quirks=frozenset({"no_score"})) as fake, VllmEngine(fake.url) as engine:
         with pytest.raises(RequestError, match="does not return the log-probabilities of a prompt"):
             await engine.score([5, 6])
 
 
 @pytest.mark.parametrize(
-    ("limit", "message"),
+    ("quirk", "message"),
     [
         ("no_ids", "does not return token ids.*update it"),
         ("no_stream_ids", "loses them in streamed ones"),
@@ -86,8 +86,8 @@ async def test_score_needs_the_capability() -> None:
         ("logits", "returns logits.*raw_logprobs"),
     ],
 )
-async def test_rejects_a_server_without_ids_or_logprobs(limit: str, message: str) -> None:
-    async with FakeVllm(limits=frozenset({limit})) as fake:
+async def test_rejects_a_server_without_ids_or_logprobs(quirk: str, message: str) -> None:
+    async with FakeVllm(quirks=frozenset({quirk})) as fake:
         with pytest.raises(EngineError, match=message + r".*Recording for training is refused\."):
             await entered(fake)
 

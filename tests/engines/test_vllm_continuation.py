@@ -79,11 +79,11 @@ ANSWERS = [
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.text or "call")
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("limits", [{}, {"other_form"}], ids=["own parser", "derendered"])
-async def test_exact_answers_parse_as_in_a_chat(answer: Answer, stream: bool, limits: set[str]) -> None:
-    if limits:
+@pytest.mark.parametrize("quirks", [{}, {"other_form"}], ids=["own parser", "derendered"])
+async def test_exact_answers_parse_as_in_a_chat(answer: Answer, stream: bool, quirks: set[str]) -> None:
+    if quirks:
         answer = replace(answer, token_ids=answer.token_ids or _other_form(answer))
-    async with FakeVllm(limits=frozenset(limits), derenders=bool(limits)) as fake, VllmEngine(fake.url) as engine:
+    async with FakeVllm(quirks=frozenset(quirks), derenders=bool(quirks)) as fake, VllmEngine(fake.url) as engine:
         assert engine.continue_problem is None
         fake.script(answer, answer)
         request = chat(sampling=LONG, **TOOLS)
@@ -111,7 +111,7 @@ async def test_exact_answers_stream_text() -> None:
 async def test_derenderer_is_called_at_growing_distances() -> None:
     """Each of its calls parses the answer from the beginning, so calls become rarer as the answer grows."""
     calls: list[int] = []
-    fake = FakeVllm(limits=frozenset({"other_form"}), derenders=True)
+    fake = FakeVllm(quirks=frozenset({"other_form"}), derenders=True)
     derender = fake.derender
     fake.derender = lambda body: (calls.append(len(body.get("stream_state") or ())), derender(body))[1]  # type: ignore[method-assign]
     async with fake, VllmEngine(fake.url) as engine:
@@ -125,7 +125,7 @@ async def test_derenderer_is_called_at_growing_distances() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_derenderer_that_loses_streamed_calls_parses_whole_answers(stream: bool) -> None:
     """As vLLM's parser deepseek_v31 does with a call that arrives in one piece."""
-    fake = FakeVllm(limits=frozenset({"other_form"}), derenders=True)
+    fake = FakeVllm(quirks=frozenset({"other_form"}), derenders=True)
     derender = fake.derender
 
     def lossy(body: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ async def test_a_derenderer_that_loses_streamed_calls_parses_whole_answers(strea
 
 async def test_rejects_a_server_that_reads_no_call_in_the_form_of_its_template() -> None:
     """Its parser for Hermes calls was started with a template that writes others; `/derender` agrees with it."""
-    fake = FakeVllm(limits=frozenset({"other_form"}), derenders=True)
+    fake = FakeVllm(quirks=frozenset({"other_form"}), derenders=True)
     fake.read = lambda tokens, body: ("", text_of([token for token in tokens if token != END]), ())  # type: ignore[method-assign]
     async with fake, VllmEngine(fake.url) as engine:
         assert "did not recognise a tool call in the chat template's format" in str(engine.continue_problem)
@@ -176,9 +176,9 @@ async def test_parses_reasoning_only_if_the_server_does(thinks: bool, reasoning:
 @pytest.mark.parametrize(
     ("fake", "message"),
     [
-        (FakeVllm(limits=frozenset({"no_tokenize"})), "`/tokenize` does not render"),
-        (FakeVllm(limits=frozenset({"no_choice"})), "could not be made to answer.*--enable-scale-out"),
-        (FakeVllm(limits=frozenset({"other_form"})), f"another format.*does not offer {DERENDER}.*--enable-scale-out"),
+        (FakeVllm(quirks=frozenset({"no_tokenize"})), "`/tokenize` does not render"),
+        (FakeVllm(quirks=frozenset({"no_choice"})), "could not be made to answer.*--enable-scale-out"),
+        (FakeVllm(quirks=frozenset({"other_form"})), f"another format.*does not offer {DERENDER}.*--enable-scale-out"),
     ],
     ids=["no tokenize", "no structured outputs", "another form"],
 )
@@ -236,37 +236,37 @@ async def test_rejects_exact_prompt_under_a_grammar(more: dict[str, Any]) -> Non
             await run(engine, chat(**more), prompt=PROMPT)
 
 
-@pytest.mark.parametrize("limits", [frozenset(), frozenset({"no_tokenize"})], ids=["continues", "cannot continue"])
-async def test_answers_with_a_strict_tool_count_as_constrained(limits: frozenset[str]) -> None:
+@pytest.mark.parametrize("quirks", [frozenset(), frozenset({"no_tokenize"})], ids=["continues", "cannot continue"])
+async def test_answers_with_a_strict_tool_count_as_constrained(quirks: frozenset[str]) -> None:
     """vLLM samples them under a grammar, which only its own parsers know."""
     (tool,) = TOOLS["tools"]
     strict = {**tool, "function": {**tool["function"], "strict": True}}
-    async with FakeVllm(limits=limits) as fake, VllmEngine(fake.url) as engine:
-        assert (engine.continue_problem is None) == (not limits)
+    async with FakeVllm(quirks=quirks) as fake, VllmEngine(fake.url) as engine:
+        assert (engine.continue_problem is None) == (not quirks)
         assert not await engine.constrains(chat(**TOOLS))
         assert await engine.constrains(chat(tools=(tool, strict)))
         assert not await engine.constrains(chat(tools=(strict,), tool_choice="none"))
-        if not limits:
+        if not quirks:
             with pytest.raises(CannotContinueError, match="a tool is strict"):
                 await engine.accept_prompt(chat(tools=(strict,)), np.array(PROMPT, dtype=np.int32))
 
 
-@pytest.mark.parametrize("limits", [frozenset(), frozenset({"chat_library"})], ids=["continues", "cannot continue"])
-async def test_a_server_that_adds_its_own_grammar_is_noticed(limits: frozenset[str]) -> None:
+@pytest.mark.parametrize("quirks", [frozenset(), frozenset({"chat_library"})], ids=["continues", "cannot continue"])
+async def test_a_server_that_adds_its_own_grammar_is_noticed(quirks: frozenset[str]) -> None:
     """vLLM with --tool-strict-level: its answers with tools are no free samples."""
-    async with FakeVllm(limits=limits | {"strict_level"}) as fake, VllmEngine(fake.url) as engine:
+    async with FakeVllm(quirks=quirks | {"strict_level"}) as fake, VllmEngine(fake.url) as engine:
         problem = str(engine.continue_problem)
-        assert ("samples answers with tools under a grammar" in problem) == (not limits)
+        assert ("samples answers with tools under a grammar" in problem) == (not quirks)
         assert await engine.constrains(chat(**TOOLS))
         assert not await engine.constrains(chat(tools=TOOLS["tools"], tool_choice="none"))
         assert not await engine.constrains(chat())
 
 
-@pytest.mark.parametrize("limits", [frozenset(), frozenset({"one_call"})], ids=["two calls", "one call"])
-async def test_notices_a_template_that_refuses_two_calls(limits: frozenset[str]) -> None:
-    async with FakeVllm(limits=limits) as fake, VllmEngine(fake.url) as engine:
+@pytest.mark.parametrize("quirks", [frozenset(), frozenset({"one_call"})], ids=["two calls", "one call"])
+async def test_notices_a_template_that_refuses_two_calls(quirks: frozenset[str]) -> None:
+    async with FakeVllm(quirks=quirks) as fake, VllmEngine(fake.url) as engine:
         assert engine.continue_problem is None
-        assert ("single_calls" in engine.info.capabilities) == bool(limits)
+        assert ("single_calls" in engine.info.capabilities) == bool(quirks)
 
 
 async def test_rejects_prompt_that_ends_in_unproved_open_reasoning() -> None:
@@ -288,7 +288,7 @@ async def test_renders_without_the_opening_only_with_tokenize() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         whole, closed = await engine.render(chat()), await engine.render(chat(), generation=False)
         assert text_of(whole[len(closed) :]) == "<|im_start|>assistant\n"
-    async with FakeVllm(limits=frozenset({"no_tokenize"})) as fake, VllmEngine(fake.url) as engine:
+    async with FakeVllm(quirks=frozenset({"no_tokenize"})) as fake, VllmEngine(fake.url) as engine:
         with pytest.raises(RequestError, match="only with the tokens that open the next answer"):
             await engine.render(chat(), generation=False)
 

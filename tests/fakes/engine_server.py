@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from aiohttp import web
@@ -22,18 +22,17 @@ class Fault:
     body: bytes | None = None
 
 
+@dataclass
 class FakeServer:
     """A server at `url` while it is entered. Subclasses answer all requests in `serve`."""
 
-    url = ""
-
-    def __post_init__(self) -> None:
-        self.scripted: deque[Any] = deque()
-        self.bodies: list[Json] = []
-        """Bodies of the requests for a generation, in order of arrival. `FakeLlama` keeps only bodies that ask for a
-        stream."""
-        self.aborted = 0
-        """Number of generations whose client disconnected."""
+    url: str = field(default="", init=False)
+    scripted: deque[Any] = field(default_factory=deque, init=False)
+    bodies: list[Json] = field(default_factory=list, init=False)
+    """Bodies of the requests for a generation, in order of arrival. `FakeLlama` keeps only bodies that ask for a
+    stream."""
+    aborted: int = field(default=0, init=False)
+    """Number of generations whose client disconnected."""
 
     def script(self, *answers: Any) -> None:
         """Give the next generations these answers or faults."""

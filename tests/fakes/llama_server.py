@@ -80,18 +80,17 @@ def is_cut(data: bytes) -> bool:
 
 @dataclass
 class FakeLlama(FakeServer):
-    """`limits`: any of no_ids, no_probs, no_settings (a request's samplers are ignored), raw_only
+    """`quirks`: any of no_ids, no_probs, no_settings (a request's samplers are ignored), raw_only
     (`post_sampling_probs` is ignored), other_form, ollama, loading, chat_differs (the chat route adds a token), two_ids
     (the entry with a token's log-probability has another id)."""
 
-    limits: frozenset[str] = frozenset()
+    quirks: frozenset[str] = frozenset()
     context_length: int = 4096
     delay: float = 0.0
     """Seconds before each token."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._template = FakeVllm(limits=self.limits)
+        self._template = FakeVllm(quirks=self.quirks)
         self._planned: list[int] = []
         """Token ids of the latest scripted answer, after those of its prompt."""
         self._answered = 0
@@ -106,7 +105,7 @@ class FakeLlama(FakeServer):
 
     def plain(self, path: str, body: Json) -> Json | None:
         """Return the answer of a route that samples nothing; None if there is no such route."""
-        if "ollama" in self.limits:
+        if "ollama" in self.quirks:
             return {"version": "0.9.0"} if path == "/api/version" else None
         if path == "/health":
             return {"status": "ok"}
@@ -123,7 +122,7 @@ class FakeLlama(FakeServer):
         if path == "/detokenize":
             return {"content": text_of(body["tokens"])}
         if path == "/v1/chat/completions":
-            return {"usage": {"prompt_tokens": len(self._template.render(body)) + ("chat_differs" in self.limits)}}
+            return {"usage": {"prompt_tokens": len(self._template.render(body)) + ("chat_differs" in self.quirks)}}
         return None
 
     async def _completion(self, request: web.Request, body: Json) -> web.StreamResponse:
@@ -179,16 +178,16 @@ class FakeLlama(FakeServer):
             if not is_cut(data):
                 text = data[sent:].decode(errors="replace")
                 sent = len(data)
-                ids_ = {} if "no_ids" in self.limits else {"tokens": [token]}
-                probabilities = {} if "no_probs" in self.limits else {"completion_probabilities": [entry]}
+                ids_ = {} if "no_ids" in self.quirks else {"tokens": [token]}
+                probabilities = {} if "no_probs" in self.quirks else {"completion_probabilities": [entry]}
                 entry |= {"token": text, "bytes": list(text.encode())}  # not only the token's own
-                entry |= {"id": token + 1} if "two_ids" in self.limits else {}
+                entry |= {"id": token + 1} if "two_ids" in self.quirks else {}
                 chunk = {"content": text, "tokens": [], "stop": False, "tokens_predicted": number, **common}
                 yield chunk | ids_ | probabilities
             stop = "eos" if token in STOPS else "limit" if number >= body["n_predict"] else None
             if stop is not None:
                 settings = {name: body.get(name) for name in ("mirostat", "n_probs", "post_sampling_probs")}
-                settings["samplers"] = ["top_k"] if "no_settings" in self.limits else body["samplers"]
+                settings["samplers"] = ["top_k"] if "no_settings" in self.quirks else body["samplers"]
                 last = {"content": "", "tokens": [], "stop": True, "tokens_predicted": number, "stop_type": stop}
                 more = {"stopping_word": "", "timings": {"cache_n": 0}, "generation_settings": settings}
                 yield last | more | common
@@ -202,7 +201,7 @@ class FakeLlama(FakeServer):
         return draw.choices(list(values), [math.exp(value) for value in values.values()])[0]
 
     def _entry(self, before: list[int], token: int, body: Json) -> Json:
-        post = body.get("post_sampling_probs") and "raw_only" not in self.limits
+        post = body.get("post_sampling_probs") and "raw_only" not in self.quirks
         raw = dict(enumerate(raw_logprobs(before[-1])))
         values = sampled_logprobs(before[-1], body) if post else raw
         ordered = sorted(values, key=lambda other: -values[other])[: body["n_probs"]]

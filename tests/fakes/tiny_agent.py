@@ -24,14 +24,6 @@ TOOL = {
 }
 
 
-_AGENTS = (
-    *("TinyAgent", "SleepyAgent", "HeldAgent", "CrashingAgent", "BriefAgent", "VandalAgent", "CheatingAgent"),
-    *("SuspiciousAgent", "FillingAgent", "HoardingAgent", "HostileAgent"),
-)
-TINY_AGENTS = frozenset(f"{__name__}:{name}" for name in _AGENTS)
-"""The names of these agents, for the setting `allowed_code`."""
-
-
 class TinyAgent:
     """`--harness tests.fakes.tiny_agent:TinyAgent`"""
 
@@ -127,6 +119,9 @@ class HostileAgent(TinyAgent):
 
     manner = "hostile"
 
+
+TINY_AGENTS = frozenset(f"{__name__}:{agent.__name__}" for agent in (TinyAgent, *TinyAgent.__subclasses__()))
+"""The names of these agents, for the setting `allowed_code`."""
 
 HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"

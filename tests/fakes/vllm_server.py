@@ -7,7 +7,7 @@
 
 Its tokens are the bytes of the text after five special ones, so that a test can write ids by hand: `ids("a") == [102]`.
 Its chat template is ChatML. The distribution at each position is a fixed function of the token before it, so that the
-log-probabilities of samples, prompts and alternatives agree. `limits` lists what the server cannot do.
+log-probabilities of samples, prompts and alternatives agree.
 """
 
 from __future__ import annotations
@@ -101,20 +101,25 @@ class Answer:
 
 @dataclass
 class FakeVllm(FakeServer):
-    """`limits`: any of no_ids, no_stream_ids, no_logprobs, no_tools, no_tokenize, no_score, no_version, logits,
-    no_choice (structured outputs are ignored), own_grammar (with tools, it samples a call by a grammar of its own
-    instead), other_form (calls are `name(arguments)` between the tags, for template
-    and chat), chat_library (chats are rendered otherwise than by `/tokenize`, as vLLM renders gpt-oss),
-    one_call (its template refuses an answer with two calls), strict_level (with tools, a grammar also allows a call, as
-    with --tool-strict-level), free_with_tools (with tools, it replaces a given grammar by one that allows any text, as
-    with Cohere's parser), reasons_first (it reasons before a given text, under a grammar, as gpt-oss does).
+    """The quirks of the server:
+
+    * no_ids, no_stream_ids, no_logprobs, no_tools, no_tokenize, no_score, no_version: it lacks this;
+    * logits: it reports logits as log-probabilities;
+    * no_choice: it ignores structured outputs;
+    * own_grammar: with tools, it samples a call by a grammar of its own instead;
+    * strict_level: with tools, a grammar also allows a call, as with --tool-strict-level;
+    * free_with_tools: with tools, it replaces a given grammar by one that allows any text, as with Cohere's parser;
+    * reasons_first: it reasons before a given text, under a grammar, as gpt-oss does;
+    * other_form: calls are `name(arguments)` between the tags, for template and chat;
+    * chat_library: chats are rendered otherwise than by `/tokenize`, as vLLM renders gpt-oss;
+    * one_call: its template refuses an answer with two calls.
 
     `thinks`: it has a reasoning parser. `derenders`: as with --enable-scale-out. `reports_versions`: as vLLM 0.33.
     """
 
     model: str = "fake"
     default: Answer = field(default_factory=Answer)
-    limits: frozenset[str] = frozenset()
+    quirks: frozenset[str] = frozenset()
     processed: bool = False
     context_length: int = 4096
     version: str = "0.32.0"
@@ -127,11 +132,8 @@ class FakeVllm(FakeServer):
     """The text of `/metrics`."""
     folder: str | None = None
     """The folder that the server names as its model's. `vllm_folder.py` writes such a folder."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.peers: set[object] = set()
-        """Addresses of the connections that were used."""
+    peers: set[object] = field(default_factory=set, init=False)
+    """Addresses of the connections that were used."""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         self.peers.add(request.get_extra_info("peername"))
@@ -187,17 +189,17 @@ class FakeVllm(FakeServer):
         """Return status and answer of a route that generates nothing."""
         if path == "/health":
             return 200, {}
-        if path == "/version" and "no_version" not in self.limits:
+        if path == "/version" and "no_version" not in self.quirks:
             return 200, {"version": self.version}
         if path == "/v1/models":
             card = {"id": self.model, "root": self.folder or self.model, "max_model_len": self.context_length}
             return 200, {"object": "list", "data": [card]}
-        if path == "/tokenize" and "no_tokenize" not in self.limits:
-            if "one_call" in self.limits and any(len(m.get("tool_calls") or ()) > 1 for m in body.get("messages", ())):
+        if path == "/tokenize" and "no_tokenize" not in self.quirks:
+            if "one_call" in self.quirks and any(len(m.get("tool_calls") or ()) > 1 for m in body.get("messages", ())):
                 return 400, error("This model only supports single tool-calls at once!", 400, None)
             tokens = self.render(body) if "messages" in body else tokenized(body["prompt"])
             return 200, {"count": len(tokens), "max_model_len": self.context_length, "tokens": tokens}
-        if path == "/detokenize" and "no_tokenize" not in self.limits:
+        if path == "/detokenize" and "no_tokenize" not in self.quirks:
             return 200, {"prompt": text_of(body["tokens"])}
         if path == "/v1/chat/completions/derender" and self.derenders:
             return 200, self.derender(body)
@@ -216,7 +218,7 @@ class FakeVllm(FakeServer):
             for call in message.get("tool_calls") or ():
                 name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
                 shown_text = json.dumps({"name": name, "arguments": arguments})
-                if "other_form" in self.limits:
+                if "other_form" in self.quirks:
                     shown_text = f"{name}({json.dumps(arguments)})"
                 content += f"<tool_call>\n{shown_text}\n</tool_call>"
             out += [START, *ids(f"{message['role']}\n"), *tokenized(content), END, *ids("\n")]
@@ -228,7 +230,7 @@ class FakeVllm(FakeServer):
         """Return the error that vLLM's own checks give; None if the request passes them."""
         if body.get("model") != self.model:
             return error(f"The model `{body.get('model')}` does not exist.", 404, "model")
-        if "no_tools" in self.limits and body.get("tools") and body.get("tool_choice", "auto") == "auto":
+        if "no_tools" in self.quirks and body.get("tools") and body.get("tool_choice", "auto") == "auto":
             return error('"auto" tool choice requires --enable-auto-tool-choice', 400, None)
         if (temperature := body.get("temperature") or 0) < 0:
             return error(f"temperature must be non-negative, got {temperature}.", 400, "temperature")
@@ -246,7 +248,7 @@ class FakeVllm(FakeServer):
 
     def prompt(self, path: str, body: Json) -> list[int]:
         if path == "/v1/chat/completions":
-            return [*(ids("library") if "chat_library" in self.limits else ()), *self.render(body)]
+            return [*(ids("library") if "chat_library" in self.quirks else ()), *self.render(body)]
         prompt = body["prompt"]
         return ids(prompt) if isinstance(prompt, str) else list(prompt)
 
@@ -254,7 +256,7 @@ class FakeVllm(FakeServer):
         """Return (reasoning, text, calls) of sampled tokens, as the server parses them."""
         tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
         text = text_of([token for token in tokens if token != END])
-        return parse_answer(text, tools=tools, thinks=self.thinks, other_form="other_form" in self.limits)
+        return parse_answer(text, tools=tools, thinks=self.thinks, other_form="other_form" in self.quirks)
 
     def unplanned(self, body: Json) -> Answer:
         """Return the answer to a request that no script covers."""
@@ -262,16 +264,16 @@ class FakeVllm(FakeServer):
 
     def has_grammar(self, body: Json) -> bool:
         """Return whether an answer is sampled under the grammar of its request."""
-        return bool(body.get("structured_outputs")) and not ("free_with_tools" in self.limits and body.get("tools"))
+        return bool(body.get("structured_outputs")) and not ("free_with_tools" in self.quirks and body.get("tools"))
 
     def held(self, body: Json, answer: Answer) -> Answer:
         """Return the answer under `structured_outputs`, which is exactly the requested text or sequence of tokens."""
         form = body.get("structured_outputs")
-        if not self.has_grammar(body) or "no_choice" in self.limits:
+        if not self.has_grammar(body) or "no_choice" in self.quirks:
             return answer
-        if "reasons_first" in self.limits:
+        if "reasons_first" in self.quirks:
             return Answer("Hm.", token_ids=[*tokenized("Hm."), END])
-        if "own_grammar" in self.limits and body.get("tools"):
+        if "own_grammar" in self.quirks and body.get("tools"):
             tokens = [CALL, *ids('look({"path": "a"})'), CALLED, END]
         elif "choice" in form:
             tokens = [*tokenized(form["choice"][0]), END]
@@ -350,7 +352,7 @@ class FakeVllm(FakeServer):
             else:
                 choice["text"] = self.shown(path, body, tokens)
                 choice["prompt_token_ids"] = prompt if self._sends_ids(body) else None
-                if body.get("prompt_logprobs") is not None and "no_score" not in self.limits:
+                if body.get("prompt_logprobs") is not None and "no_score" not in self.quirks:
                     choice["prompt_logprobs"] = [None] + [
                         {str(b): {"logprob": logprob(a, b)}} for a, b in pairwise(prompt)
                     ]
@@ -366,7 +368,7 @@ class FakeVllm(FakeServer):
         answer = self.held(body, answer)
         tokens, values, finish = self.sampled(body, answer, prompt)
         chat = path == "/v1/chat/completions"
-        sends_ids = self._sends_ids(body) and "no_stream_ids" not in self.limits
+        sends_ids = self._sends_ids(body) and "no_stream_ids" not in self.quirks
         count = range(body.get("n", 1))
         if chat:
             for index in count:
@@ -413,18 +415,18 @@ class FakeVllm(FakeServer):
         return {"weight_versions": spans}
 
     def _sends_ids(self, body: Json) -> bool:
-        return bool(body.get("return_token_ids")) and "no_ids" not in self.limits
+        return bool(body.get("return_token_ids")) and "no_ids" not in self.quirks
 
     def logprobs(
         self, path: str, body: Json, before: list[int], tokens: list[int], values: list[float | None]
     ) -> Json | None:
         wanted = body.get("logprobs")
-        if wanted is None or wanted is False or "no_logprobs" in self.limits:
+        if wanted is None or wanted is False or "no_logprobs" in self.quirks:
             return None
         named = body.get("return_tokens_as_token_ids")
         top = body.get("top_logprobs", 0) if path == "/v1/chat/completions" else wanted
         temperature = (body.get("temperature") or 1.0) if self.processed else 1.0
-        shift = 50.0 if "logits" in self.limits else 0.0
+        shift = 50.0 if "logits" in self.quirks else 0.0
 
         def name(token: int) -> str:
             return f"token_id:{token}" if named else text_of([token])
@@ -435,8 +437,8 @@ class FakeVllm(FakeServer):
             if top:
                 previous = [*before, *tokens][len(before) + position - 1]
                 every = [(other, logprob(previous, other, temperature)) for other in range(VOCABULARY)]
-                if self.has_grammar(body) and "no_choice" not in self.limits:
-                    allowed = {token, *([CALL] if self.limits & {"strict_level", "reasons_first"} else [])}
+                if self.has_grammar(body) and "no_choice" not in self.quirks:
+                    allowed = {token, *([CALL] if self.quirks & {"strict_level", "reasons_first"} else [])}
                     every = [(other, p if other in allowed else -9999.0) for other, p in every]
                 every.sort(key=lambda entry: -entry[1])
                 likely = [entry for entry in every[:top] if entry[0] != token]

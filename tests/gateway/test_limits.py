@@ -299,7 +299,7 @@ def test_a_long_text_is_not_many_values() -> None:
 async def test_bodies_share_a_budget() -> None:
     budget = BodyBudget(100)
     with budget.reserve("one") as first:
-        first.reading = False
+        first.refusable = False
         first.take(90)
         with budget.reserve("other") as second, pytest.raises(RequestError) as error:
             second.take(20)

@@ -176,6 +176,16 @@ async def test_a_provider_that_cannot_be_reached_fails_the_request_of_a_websocke
     assert call.status == "upstream_error"
 
 
+async def test_a_provider_that_refuses_a_websocket_with_a_web_page_fails_the_request(store: Store) -> None:
+    page = Provider(403, [("content-type", "text/html")], b"<h1>Forbidden</h1>")
+    async with page.serve() as url, mixed(store, url) as gateway:
+        address = "ws" + gateway.url.removeprefix("http") + "/v1/responses"
+        async with connect(address, additional_headers=OWN_KEY, proxy=None) as socket:
+            await socket.send(json.dumps({"type": "response.create", "model": "gpt-5", "input": "hi"}))
+            event = json.loads(await socket.recv())
+    assert (event["type"], event["status"], event["error"]["message"]) == ("error", 403, "<h1>Forbidden</h1>")
+
+
 @pytest.mark.parametrize("dialect", WITH_PROVIDER_TOOLS)
 async def test_tools_of_the_provider_are_passed_on_listed_and_never_trained(store: Store, dialect: str) -> None:
     path, body, names = WITH_PROVIDER_TOOLS[dialect]

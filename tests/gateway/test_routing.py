@@ -65,6 +65,14 @@ async def test_models_map_to_engines(store: Store) -> None:
     ]
 
 
+async def test_the_model_list_begins_with_the_main_engine(store: Store) -> None:
+    engines = {"other": ScriptedEngine(info=OTHER), "second": ScriptedEngine()}
+    gateway = Gateway(ScriptedEngine(), store, GatewaySettings(port=0), engines=engines)
+    async with gateway, client(gateway.url, KEY) as http:
+        models = (await http.get("/models")).json()["data"]
+    assert [model["id"] for model in models] == ["scripted-model", "other-model"]
+
+
 async def test_labels_choose_an_engine(store: Store) -> None:
     engines = TwoEngines(store, rule(labels=("experiment-*",)))
     async with engines.gateway:

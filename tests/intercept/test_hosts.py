@@ -11,6 +11,7 @@ import zlib
 
 import httpx
 import pytest
+from websockets.exceptions import InvalidStatus
 
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import UsageError
@@ -20,6 +21,7 @@ from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import Store
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, recorded_calls
+from tests.gateway.websocket_client import opened
 
 BEDROCK = "bedrock-runtime.eu-central-1.amazonaws.com/model/anthropic.claude-5-v1%3A0"
 VERTEX = "us-east5-aiplatform.googleapis.com/v1/projects/p/locations/us-east5/publishers"
@@ -50,10 +52,10 @@ def test_every_provider_has_a_route_in_its_dialect(url: str) -> None:
     host, _, path = url.partition("/")
     found = find_path(host, "/" + path)
     assert found is not None
-    assert found.to is not None
+    assert found.route is not None
     assert found.rule is not None
     assert found.rule.passed_on
-    route = find_route(found.to, b"")
+    route = find_route(found.route, b"")
     assert route is not None
     assert route[0].name == CALLS[url]
 
@@ -61,7 +63,7 @@ def test_every_provider_has_a_route_in_its_dialect(url: str) -> None:
 def test_every_provider_is_in_the_list_of_calls() -> None:
     """Except those that only take telemetry."""
     found = {found.host.provider for url in CALLS if (found := find_path(url.partition("/")[0], "/")) is not None}
-    assert {row.provider for row in MODEL_HOSTS if any(rule.to for rule in row.rules)} == found
+    assert {row.provider for row in MODEL_HOSTS if any(rule.route for rule in row.rules)} == found
 
 
 @pytest.mark.parametrize("host", ["openai.com.evil.example", "xapi.openai.com.", "evilapi.anthropic.com", "localhost"])
@@ -111,6 +113,15 @@ async def test_an_intercepted_request_is_recorded_in_the_session_of_its_key(serv
         assert (other.status_code, "not a model host" in other.text) == (404, True)
     (call,) = await recorded_calls(store, 1)
     assert (call.status, call.dialect) == ("ok", "openai_chat")
+
+
+@pytest.mark.slow
+async def test_an_intercepted_websocket_to_a_path_without_a_route_is_refused(serve: Serve) -> None:
+    async with serve(ScriptedEngine()) as gateway:
+        with pytest.raises(InvalidStatus) as refused:
+            async with opened(gateway, "/s/my-run/intercept/api.openai.com/v1/realtime"):
+                pass
+    assert refused.value.response.status_code == 404
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import http.client
 import json
 import ssl
 from pathlib import Path
@@ -108,6 +109,24 @@ async def test_a_program_that_does_not_trust_the_authority_is_reported(serve: Se
     assert found.keys() == {"api.openai.com", "api.anthropic.com"}
     assert "does not trust" in found["api.openai.com"]
     assert "before its first request" in found["api.anthropic.com"]
+
+
+def post_with_host(proxy: RunningProxy, host: str) -> int:
+    """Post a call through the proxy as Python's http.client does: it keeps the case of the host's name."""
+    context = ssl.create_default_context(cafile=str(proxy.authority.bundle))
+    connection = http.client.HTTPSConnection(proxy.url.removeprefix("http://"), context=context, timeout=120)
+    connection.set_tunnel(host, 443)
+    connection.request("POST", "/v1/chat/completions", json.dumps(CHAT), {"content-type": "application/json"})
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+async def test_a_host_in_capital_letters_is_not_reported_as_untrusted(serve: Serve, start_proxy: StartProxy) -> None:
+    async with serve(hello()) as gateway:
+        with start_proxy(gateway.url, "my-run") as proxy:
+            assert await asyncio.to_thread(post_with_host, proxy, "API.openai.com") == 200
+    assert [event for event in proxy.events if event["event"] == "untrusted"] == []
 
 
 async def test_the_certificate_is_for_the_host_that_was_asked(serve: Serve, start_proxy: StartProxy) -> None:

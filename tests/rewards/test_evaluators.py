@@ -121,11 +121,15 @@ def no_reward(work: EvaluationInput) -> None:
 
 
 def by_call(work: EvaluationInput) -> Score:
-    return Score(None, {"why": "calls only"}, calls={call.call_id: 0.5 for call in work.calls})
+    return Score(None, {"why": "calls only"}, call_rewards={call.call_id: 0.5 for call in work.calls})
+
+
+def cautious(work: EvaluationInput) -> Score:
+    return Score(1.0, {"why": "odd"}, signs=("prints_answers",))
 
 
 def unknown_call(work: EvaluationInput) -> Score:
-    return Score(1.0, calls={"call-of-another-run": 1.0})
+    return Score(1.0, call_rewards={"call-of-another-run": 1.0})
 
 
 def broken(work: EvaluationInput) -> float:
@@ -158,18 +162,23 @@ async def test_scores_by_python_function(run_script: ScriptRunner) -> None:
             await run_script(task_with_function(name), "true")
 
 
+async def test_keeps_the_signs_that_an_evaluator_reports(run_script: ScriptRunner) -> None:
+    score = await run_script(task_with_function("cautious"), "true")
+    assert (score.reward, score.detail) == (1.0, {"why": "odd", "signs": ["prints_answers"]})
+
+
 async def test_rewards_single_calls() -> None:
     calls = [SimpleNamespace(call_id=name) for name in ("call-1", "call-2")]
     task = task_with_function("by_call")
     work = EvaluationInput(task, b"", 0, calls, code=NO_CODE.including(*task.code_names))  # type: ignore[arg-type]
     score = await task.evaluators[0].score(work, lambda: pytest.fail("no sandbox is needed"))
-    assert (score.reward, score.calls) == (None, {"call-1": 0.5, "call-2": 0.5})
+    assert (score.reward, score.call_rewards) == (None, {"call-1": 0.5, "call-2": 0.5})
     both = combine_scores(
         (PythonEvaluator("a:b", weight=1), PythonEvaluator("a:b", weight=3)),
-        (Score(1.0, calls={"call-1": 1.0}), Score(0.0, calls={"call-1": 0.0, "call-2": None})),
+        (Score(1.0, call_rewards={"call-1": 1.0}), Score(0.0, call_rewards={"call-1": 0.0, "call-2": None})),
     )
     assert both.reward == 0.25
-    assert both.calls == {"call-1": 0.25, "call-2": None}
+    assert both.call_rewards == {"call-1": 0.25, "call-2": None}
 
 
 def test_scoring_seconds_count_every_run() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from polar_proxy.rewards import EvaluatorError, HarborEvaluator
-from polar_proxy.rewards.harbor import folder_digest, parse_reward
+from polar_proxy.rewards.harbor import files_digest, folder_files, parse_reward
 from polar_proxy.rollouts.workspace import TaskNotPossibleError, WorkspaceError
 from polar_proxy.tasks import Task, get_source
 from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs, with_local_image
@@ -151,12 +151,12 @@ def test_parses_reward_files() -> None:
 
 def test_the_digest_covers_names_modes_and_contents(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x")
-    seen = {folder_digest(tmp_path)}
+    seen = {files_digest(folder_files(tmp_path))}
     (tmp_path / "a").chmod(0o755)
-    seen.add(folder_digest(tmp_path))
+    seen.add(files_digest(folder_files(tmp_path)))
     (tmp_path / "a").write_text("y")
-    seen.add(folder_digest(tmp_path))
+    seen.add(files_digest(folder_files(tmp_path)))
     (tmp_path / "b").write_text("")
-    seen.add(folder_digest(tmp_path))
+    seen.add(files_digest(folder_files(tmp_path)))
     assert len(seen) == 4
     assert isinstance(task().evaluators[0], HarborEvaluator)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from polar_proxy.errors import BadTaskError
 from polar_proxy.rewards import EvaluationInput, HiddenTestsEvaluator, Score, evaluate
-from polar_proxy.rewards.isolated import TestPlan, plan_shell_command, plan_tests, run_tests
+from polar_proxy.rewards.isolated import TestPlan, plan_shell_command, plan_unittest, run_tests
 from polar_proxy.rewards.test_runner.values import decode, encode
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.tasks import Task
@@ -219,7 +219,7 @@ async def test_a_report_with_another_signature_gives_no_verdicts(output: bytes) 
 
 def test_plans_only_commands_that_it_can_replace() -> None:
     plan = TestPlan("python3", "unittest", (("tests.test_a",), ("tests.test_b.T.test_x",)))
-    assert plan_tests(("python3", "-m", "unittest", "-v", "tests.test_a", "tests.test_b.T.test_x")) == plan
+    assert plan_unittest(("python3", "-m", "unittest", "-v", "tests.test_a", "tests.test_b.T.test_x")) == plan
     assert plan_shell_command("python3 -m unittest -v tests.test_a tests.test_b.T.test_x") == plan
     for command in (
         "python3 -m unittest",
@@ -228,7 +228,7 @@ def test_plans_only_commands_that_it_can_replace() -> None:
         "python3 -W error -m unittest tests.test_a",
         "ruby -m unittest tests.test_a",
     ):
-        assert plan_tests(command.split()) is None
+        assert plan_unittest(command.split()) is None
     for command in (
         "cd x && python3 -m unittest t",
         "python3 -m unittest t | tee log",

@@ -111,7 +111,7 @@ def test_a_custom_parser_must_return_known_verdicts() -> None:
     code = NO_CODE.including(f"{__name__}:custom_parser", "no.such:parser")
     parse = get_parser(f"{__name__}:custom_parser", code)
     assert parse("a b") == {"a": "passed", "b": "passed"}
-    with pytest.raises(BadTaskError, match=r"returned \['perhaps'\]"):
+    with pytest.raises(BadTaskError, match=r"returned the verdicts \['perhaps'\]"):
         parse("odd")
     with pytest.raises(BadTaskError, match="cannot load"):
         get_parser("no.such:parser", code)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from polar_proxy.rewards import EvaluationInput, Score, evaluate
+from polar_proxy.rewards import EvaluationInput, Score, Workspace, evaluate
 from polar_proxy.rewards.patches import changed_paths
 from polar_proxy.rewards.signs import apply_sign_policy, patch_signs
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
@@ -104,6 +106,21 @@ async def test_a_patch_that_leaves_the_workspace_shows_it() -> None:
         patch = f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n"
         score = await evaluate(EvaluationInput(FAMILY, patch.encode()), lambda: task_sandboxes.fresh(FAMILY, {}))
         assert (score.reward, score.detail["signs"]) == (0.0, ["escapes_paths"])
+
+
+async def test_a_patch_through_a_link_of_the_workspace_shows_all_its_signs() -> None:
+    task_sandboxes = TaskSandboxes("process")
+
+    @contextlib.asynccontextmanager
+    async def workspace_with_link() -> AsyncIterator[Workspace]:
+        async with task_sandboxes.fresh(FAMILY, {}) as workspace:
+            await workspace.exec(("ln", "-s", "/tmp", "out"))
+            yield workspace
+
+    patch = b"diff --git a/out/x b/out/x\nnew file mode 100644\n--- /dev/null\n+++ b/out/x\n"
+    patch += b"@@ -0,0 +1 @@\n+os._exit(0)\n"
+    score = await evaluate(EvaluationInput(FAMILY, patch), workspace_with_link)
+    assert (score.reward, score.detail["signs"]) == (0.0, ["ends_processes", "escapes_paths"])
 
 
 def test_the_user_decides_what_a_sign_does() -> None:

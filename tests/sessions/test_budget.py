@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,18 +10,9 @@ from hypothesis import strategies as st
 
 from polar_proxy.rollout_spec import RolloutSpec, SessionBudget
 from polar_proxy.sessions.budget import BudgetUsage, Reservation
+from polar_proxy.store.repositories.sessions import SessionSummary
 
-
-@dataclass(frozen=True)
-class Row:
-    """The counters of a session's row."""
-
-    calls: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    price_usd: float | None = None
-    last_call_at: float | None = None
-    spent: str | None = None
+NEW = SessionSummary("sess_1", None, "open", None, 0.0, None, None, None, 0, 0, 0, 0, None, None, None)
 
 
 def usage(**limits: object) -> BudgetUsage:
@@ -102,7 +93,7 @@ def test_tokens_exceed_the_limit_by_the_calls_in_flight_at_most(most: int, paral
 
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 6))
 def test_a_restart_changes_nothing(steps: list[bool], most: int) -> None:
-    budget, answered, row = usage(max_calls=most), 0, Row()
+    budget, answered, row = usage(max_calls=most), 0, NEW
     for restart in steps:
         if restart:
             budget = usage(max_calls=most)
@@ -110,7 +101,8 @@ def test_a_restart_changes_nothing(steps: list[bool], most: int) -> None:
         reservation = make_call(budget)
         if reservation.refusal is None:
             answered += 1
-            row = Row(answered, 10 * answered, 5 * answered, last_call_at=100.0)
+            tokens = {"prompt_tokens": 10 * answered, "completion_tokens": 5 * answered}
+            row = replace(NEW, calls=answered, last_call_at=100.0, **tokens)
         row = replace(row, spent=budget.spent)
     assert answered == min(len(steps), most)
 
@@ -118,9 +110,9 @@ def test_a_restart_changes_nothing(steps: list[bool], most: int) -> None:
 def test_a_stale_row_takes_nothing_back() -> None:
     budget = usage(max_calls=2)
     make_call(budget)
-    budget.load(Row(calls=0))
+    budget.load(NEW)
     make_call(budget)
-    budget.load(Row(calls=1))
+    budget.load(replace(NEW, calls=1))
     assert make_call(budget).refusal is not None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.sessions.identity import ClientMetadata, read_client_metadata, typed_label
+from polar_proxy.sessions.identity import ClientMetadata, key_of_request, read_client_metadata, typed_label
 
 CASES: dict[str, tuple[dict[str, str], dict[str, Any], ClientMetadata]] = {
     "nothing": ({"authorization": "Bearer secret", "user-agent": "x"}, {}, ClientMetadata()),
@@ -70,3 +70,18 @@ def test_a_key_of_plain_words_is_a_label(key: str) -> None:
 )
 def test_a_key_that_may_be_secret_is_no_label(key: str) -> None:
     assert typed_label(key) is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ({"authorization": "Bearer one", "x-api-key": "two"}, "one"),
+        ({"authorization": "one", "x-api-key": "two"}, "one"),
+        ({"authorization": "Bearer ", "x-api-key": "two", "x-goog-api-key": "three"}, "two"),
+        ({"authorization": "Bearer", "x-goog-api-key": "three"}, "three"),
+        ({"authorization": ""}, "four"),
+    ],
+)
+def test_the_key_is_the_first_that_is_not_empty(headers: dict[str, str], key: str) -> None:
+    assert key_of_request(headers, "four") == key
+    assert not key_of_request({"authorization": "Bearer"}, None)

@@ -33,7 +33,7 @@ def test_white_space_around_and_between_texts_means_nothing(sampled: Json, retur
     found = session.ask(SYSTEM, USER, returned, MORE)
     assert edge_parent_rule(found) == ("continues", first.call_id, "extends")
     assert found.base is not None
-    assert (found.base.call_id, found.base.messages) == (first.call_id, 3)
+    assert (found.base.call_id, found.base.end) == (first.call_id, 3)
 
 
 def test_white_space_around_other_messages_means_nothing() -> None:

@@ -176,7 +176,7 @@ class Tree:
         assert (found.edge, found.parent_call_id) == (edge, parent), found.rule
         if not by_rule:
             assert oracle_edge(self.known, messages) == (edge, parent)
-        base = None if found.base is None else (found.base.call_id, found.base.messages)
+        base = None if found.base is None else (found.base.call_id, found.base.end)
         assert base == oracle_base(self.known, messages)
         self.bases += base is not None
         return found

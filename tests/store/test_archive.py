@@ -118,6 +118,14 @@ async def test_selection_contains_exactly_what_it_refers_to(store: Store, other_
         await store.archive.export_archive(tmp_path / "more.polar")
 
 
+async def test_import_into_a_folder_whose_name_has_special_characters(store: Store, tmp_path: Path) -> None:
+    rollout_id, _ = await _filled(store, "one")
+    await store.archive.export_archive(tmp_path / "file.polar")
+    async with open_store(str(tmp_path / "C# 50%41" / "polar.db")) as other:
+        await other.archive.import_archive(tmp_path / "file.polar")
+        assert [row.rollout_id for row in await other.rollouts.find()] == [rollout_id]
+
+
 async def test_archive_contains_no_keys(store: Store, tmp_path: Path) -> None:
     session_id = await new_session(store, key_hash=_KEY)
     await store.calls.commit(call_record(session_id))

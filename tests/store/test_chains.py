@@ -87,8 +87,7 @@ def test_cached_chains_do_not_change_the_rows(
         call = call_record(
             "sess_1", messages=tuple(messages), prompt_ids=prompt, engine=replace(INFO, eos_token_ids=ends)
         )
-        fresh, _ = CallSerializer().serialize([call])
-        mine, _ = caching.serialize([call])
+        fresh, mine = CallSerializer().serialize([call]), caching.serialize([call])
         assert mine.calls == fresh.calls
         assert {key: seen[key] for key in fresh.nodes if key in seen} | mine.nodes == fresh.nodes
         seen |= mine.nodes

@@ -50,7 +50,7 @@ async def test_events_of_one_job(store: Store) -> None:
     assert {row.data["job_id"] for row in rows} == {job_id}
     assert await store.job_events.is_over(job_id)
     last, end = rows[-1].cursor, await store.job_events.end(job_id)
-    assert (last.stage >= end.stage, last.job) == (True, end.job)
+    assert (last.rollout_event >= end.rollout_event, last.job_event) == (True, end.job_event)
     for place, row in enumerate(rows):
         assert await read(store, row.cursor, job_id, limit=1) == rows[place + 1 :]
         assert EventCursor.parse(str(row.cursor)) == row.cursor

@@ -15,6 +15,7 @@ from sqlalchemy import delete, func, select, update
 
 from polar_proxy.store import Store, open_store, schema
 from polar_proxy.store.encoding.cells import CellCodec
+from polar_proxy.store.sqlite_file import RollbackOnClose
 from polar_proxy.types import CallRecord
 from tests.factories import (
     END,
@@ -109,7 +110,10 @@ async def test_verify_reports_every_kind_of_damage(store: Store) -> None:
     n, codec = schema.nodes.c, CellCodec()
     changes: list[tuple[str, Any]] = [
         (r"nodes .*its content", update(schema.nodes).where(n.kind == "tools").values(data=codec.pack_bytes(b"[]"))),
-        (r"nodes .*states length 1", update(schema.nodes).where(n.kind == "message", n.parent_id.is_(None)).values(length=1)),
+        (
+            r"nodes .*states length 1",
+            update(schema.nodes).where(n.kind == "message", n.parent_id.is_(None)).values(length=1),
+        ),
         (r"calls .*cannot be|calls .*damaged", update(schema.completions).values(token_ids=b"\x01\x99no zstd frame")),
         (r"completions .*counts 99", update(schema.completions).values(tokens=99)),
         (r"calls .*prompt tokens", update(schema.calls).values(prompt_tokens=3)),
@@ -180,6 +184,25 @@ async def test_prune_by_condition(store: Store) -> None:
     assert (await store.maintenance.prune(time.time() + 1, where="reward>=1")).rollouts == [gone]
     assert [row.rollout_id for row in await store.rollouts.find()] == [kept]
     assert len(await store.calls.summaries(alone)) == 1
+
+
+async def test_preview_and_export_of_more_rows_than_a_statement_has_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run and an export bound every id several times, and PostgreSQL accepts 32,767 values in a statement."""
+
+    class FewValues(RollbackOnClose):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 70)
+
+    monkeypatch.setattr("polar_proxy.store.database.RollbackOnClose", FewValues)
+    async with open_store(str(tmp_path / "polar.db")) as store:
+        rollouts = [(await _finished(store, number))[0] for number in range(30)]
+        would = await store.maintenance.prune(time.time() + 1, where="harness=mini-swe-agent", dry_run=True)
+        assert (sorted(would.rollouts), len(would.sessions), would.calls) == (rollouts, 30, 30)
+        moved = await store.archive.export_archive(tmp_path / "all.polar", where="harness=mini-swe-agent")
+        assert (moved.rows["rollouts"], moved.rows["calls"]) == (30, 30)
 
 
 async def test_prune_keeps_the_key_of_an_open_session(store: Store) -> None:

@@ -91,6 +91,13 @@ async def test_final_status_cannot_change(store: Store, status: RolloutStatus) -
     assert (row.status, row.incomplete, row.error) == (status, False, "why\ufffd")
 
 
+async def test_a_note_is_stored_without_characters_that_databases_refuse(store: Store) -> None:
+    rollout_id = await new_rollout(store)
+    await store.remarks.add("note", "anna", rollout_id=rollout_id, text="NUL \x00, lone surrogate \ud800")
+    (remark,) = await store.remarks.of_rollout(rollout_id)
+    assert remark.text == "NUL \ufffd, lone surrogate ?"
+
+
 async def test_rejects_unknown_ids_and_statuses(store: Store) -> None:
     rollout_id = await new_rollout(store)
     with pytest.raises(UsageError, match="not a rollout status"):

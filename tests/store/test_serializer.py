@@ -35,10 +35,10 @@ def test_a_session_whose_chains_fit_stores_its_new_messages_only(
     monkeypatch.setattr("polar_proxy.store.encoding.serializer._CACHED_KEYS", 0)
     serializer = CallSerializer(cache_bytes)
     for record in turns(0):
-        serializer.mark_stored(serializer.serialize([record])[0])
+        serializer.mark_stored(serializer.serialize([record]))
     for record in turns(1):
-        batch, refused = serializer.serialize([record])
-        assert not refused
+        batch = serializer.serialize([record])
+        assert not batch.refused
         assert len(batch.nodes) == rows
         serializer.mark_stored(batch)
 

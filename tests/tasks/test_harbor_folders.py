@@ -140,6 +140,7 @@ def test_reads_the_workspace_of_a_dockerfile(tmp_path: Path, text: str, expected
         ("FROM x\nWORKDIR /a\nCOPY ../x .\n", "there is no such file in environment/"),
         ("FROM x\nWORKDIR /a\nCOPY image.png .\n", "is not text"),
         ("FROM x\nWORKDIR /a\nENV P=$PATH:/x\n", "ENV P=$PATH:/x needs"),
+        ("FROM x\nENV A=/a\nWORKDIR $A\n", "Dockerfile:3: WORKDIR $A needs"),
         ("FROM x\nWORKDIR /a\nRUN <<EOF\nx\nEOF\n", "a here-document needs"),
     ],
 )

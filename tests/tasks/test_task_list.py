@@ -49,6 +49,12 @@ def test_reads_every_example() -> None:
     assert greet.timeout_seconds == 30  # from the file's defaults
 
 
+def test_keeps_line_separators_within_a_text(tmp_path: Path) -> None:
+    row = {"task_id": "t", "instruction": "one\u2028two\x85three", "evaluator": {"kind": "command", "argv": ["x"]}}
+    (tmp_path / "f.jsonl").write_text(json.dumps(row, ensure_ascii=False))
+    assert source(tmp_path / "f.jsonl").task(0).instruction == row["instruction"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -68,6 +74,7 @@ def test_reads_every_example() -> None:
         ({"evaluator": {"kind": "command", "argv": ["x"], "rewrd": 1}}, "evaluators[0].rewrd: there is no such field"),
         ({"evaluator": {"kind": "python", "function": "no.such:thing"}}, "the code no.such:thing is not allowed here"),
         ({"evaluator": {"kind": "tests"}}, "test_command: required by the evaluator `tests`"),
+        ({"evaluator": {"kind": "tests", "by_value": True}}, "test_command: required by the evaluator `tests`"),
         ({"evaluator": {"kind": "tests"}, "test_command": ["x"]}, "any result passes"),
         ({"evaluator": {"kind": "tests", "parser": "nunit"}, **TESTS}, "no log parser 'nunit'"),
         ({"evaluators": []}, "not both"),

@@ -152,16 +152,16 @@ def test_reward_and_task_are_not_covered() -> None:
     ],
 )
 def test_rejects_lines_that_are_not_rows(line: bytes, expected: str) -> None:
-    ((number, _, problems),) = check_lines([b"\n", line]).bad
-    assert number == 2
-    assert expected in problems[0]
+    (bad,) = check_lines([b"\n", line]).bad
+    assert bad.line == 2
+    assert expected in bad.problems[0]
 
 
 def test_detects_an_answer_in_two_rows() -> None:
     one, other = rows_of([FIRST], "tree"), rows_of([FIRST], "tree")
-    ((line, trace_id, problems),) = check_lines(lines([*one, *other])).bad
-    assert (line, trace_id) == (2, other[0]["trace_id"])
-    assert "line 1 already" in problems[0]
+    (bad,) = check_lines(lines([*one, *other])).bad
+    assert (bad.line, bad.trace_id) == (2, other[0]["trace_id"])
+    assert "line 1 already" in bad.problems[0]
     assert check_lines(lines([*one, *rows_of([FIRST], "merged")])).bad == []
 
 
@@ -172,8 +172,8 @@ def test_detects_branches_after_other_tokens() -> None:
     other = rows_of([call("a", 0, [1, 9, 8], [2, 3, 9])], "tree")
     root = _forged(other[0], lambda fields: fields.update(trace_id=made[0]["trace_id"]))
     root["trace_id"] = made[0]["trace_id"]
-    found = [problems for _, _, problems in check_lines(lines([root, *made[1:]])).bad]
-    assert ["other tokens" in problems[0] for problems in found] == [True, True]
+    found = check_lines(lines([root, *made[1:]])).bad
+    assert ["other tokens" in bad.problems[0] for bad in found] == [True, True]
 
 
 def test_command_reports_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ def test_rewind_branches_and_trains_a_shared_answer_once() -> None:
     assert whole.token_ids.tolist() == [1, 2, 3, 6, 7]
     assert whole.loss_mask.tolist() == [0, 1, 1, 0, 1]
     np.testing.assert_array_equal(whole.logprobs[1:3], built.traces[0].logprobs[1:3])
-    assert whole.own == 3
+    assert built.traces[1].branch_at == 3
 
 
 def test_subagent_shares_the_system_prompt() -> None:
@@ -132,7 +132,7 @@ def _check(calls: list[CallRecord]) -> None:
         assert (trace.index, trace.rollout_id, trace.reward) == (number, "roll_1", 0.5)
         whole = trace_path(trace, built.traces)
         assert (whole.token_ids.dtype, whole.loss_mask.dtype) == (np.int32, np.uint8)
-        assert whole.own == trace.branch_at == len(whole.token_ids) - len(trace.token_ids)
+        assert trace.branch_at == len(whole.token_ids) - len(trace.token_ids)
         if trace.parent_trace_id is not None:  # it differs from its parent where it begins, so no path is stored twice
             parent = next(one for one in built.traces if one.trace_id == trace.parent_trace_id)
             assert parent.branch_at < trace.branch_at <= parent.branch_at + len(parent.token_ids)

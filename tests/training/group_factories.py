@@ -101,7 +101,7 @@ def microbatch_of(batch: TrainingBatch, config: GrpoConfig) -> Microbatch:
         pack_trees([one.token_ids for one in batch.sequences], 10_000),
         batch.sequences,
         aggregation=OWN_AGGREGATION.get(config.loss, config.loss_aggregation),
-        length=config.max_rollout_tokens,
+        max_rollout_tokens=config.max_rollout_tokens,
         with_observations=False,
         device=torch.device("cpu"),
     )

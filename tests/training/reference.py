@@ -185,7 +185,7 @@ LOSSES: dict[str, Objective] = {
 }
 
 
-def kl(estimator: str, *, off_policy: bool, max_ratio: float) -> Objective:
+def kl(estimator: str, *, max_ratio: float) -> Objective:
     """Return minus the estimate of each token's KL to the reference."""
 
     def objective(tokens: Sequence[Token], new: Sequence[float], frozen: Sequence[float]) -> list[float]:
@@ -193,10 +193,8 @@ def kl(estimator: str, *, off_policy: bool, max_ratio: float) -> Objective:
         for token, value, still in zip(tokens, new, frozen, strict=True):
             d = value - token.reference
             estimate = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
-            if off_policy:
-                bound = min(1.0, max_ratio / math.exp(still - token.old))
-                estimate *= bound * math.exp((still if estimator == "k2" else value) - token.old)
-            found.append(-estimate)
+            bound = min(1.0, max_ratio / math.exp(still - token.old))
+            found.append(-estimate * bound * math.exp((still if estimator == "k2" else value) - token.old))
         return found
 
     return objective

@@ -20,7 +20,9 @@ CONFIG = GrpoConfig(advantage="dr_grpo")
 
 
 def counts_add_up(batch: TrainingBatch) -> bool:
-    return batch.trained_tokens + sum(counts.tokens for counts in batch.skipped.values()) == batch.sampled_tokens
+    trained = sum(int(sequence.trained.sum()) for sequence in batch.sequences)
+    skipped = sum(counts.tokens for counts in batch.plan.skipped.values())
+    return trained + skipped == batch.plan.trained_tokens + skipped == batch.plan.sampled_tokens
 
 
 def test_rollout_with_several_traces_counts_once_in_the_baseline() -> None:
@@ -29,7 +31,7 @@ def test_rollout_with_several_traces_counts_once_in_the_baseline() -> None:
     loser = GroupRollout(rollout(1, 0.0), (trace("b", [1, 2], [4]),))
     batch = make_batch([group(winner, loser)], CONFIG)
     assert [(one.rollout, one.advantage) for one in batch.sequences] == [(0, 0.5)] * 3 + [(1, -0.5)]
-    assert batch.trained_rollouts == 2
+    assert batch.plan.trained_rollouts == 2
     assert counts_add_up(batch)
 
 
@@ -45,7 +47,7 @@ def test_masked_rollouts_stay_in_the_baseline() -> None:
     ]
     batch = make_batch([group(*members)], CONFIG)
     assert [(one.trace_id, one.advantage) for one in batch.sequences] == [("a", 0.5)]
-    assert {reason: (counts.rollouts, counts.tokens) for reason, counts in batch.skipped.items()} == {
+    assert {reason: (counts.rollouts, counts.tokens) for reason, counts in batch.plan.skipped.items()} == {
         "incomplete": (1, 1),
         "masked": (1, 3),
         "failed": (1, 1),
@@ -72,7 +74,7 @@ def test_skips_traces_by_grade_length_and_missing_logprobs() -> None:
     short = CONFIG.model_copy(update={"max_sequence_length": 8})
     batch = make_batch([group(GroupRollout(rollout(0, 1.0), traces), other)], short)
     assert [one.trace_id for one in batch.sequences] == ["exact", "continued", "b"]
-    assert {reason: counts.tokens for reason, counts in batch.skipped.items()} == {
+    assert {reason: counts.tokens for reason, counts in batch.plan.skipped.items()} == {
         "grade_approximate": 1,
         "grade_rejected": 2,
         "too_long": 1,
@@ -107,12 +109,12 @@ def test_summaries_of_traces_give_the_plan_of_the_batch(settings: dict[str, Any]
     batch = make_batch(groups, config, 3)
     rows = [[(one.rollout, [summary(each) for each in one.traces]) for one in every.members] for every in groups]
     plan = plan_batch(rows, config, 3)
-    assert (plan.skipped, plan.sampled_tokens) == (batch.skipped, batch.sampled_tokens)
-    assert (plan.trained_tokens, plan.trained_rollouts) == (batch.trained_tokens, batch.trained_rollouts)
+    assert (plan.skipped, plan.sampled_tokens) == (batch.plan.skipped, batch.plan.sampled_tokens)
     trained = [0] * 6
     for sequence in batch.sequences:
         trained[sequence.rollout] += int(sequence.trained.sum())
     assert [one.trained_tokens for one in plan.rollouts] == trained
+    assert plan.trained_rollouts == sum(tokens > 0 for tokens in trained)
 
 
 def test_refused_trace_leaves_the_others_of_its_rollout() -> None:
@@ -137,7 +139,7 @@ def test_trace_without_a_temperature_is_refused() -> None:
     other = GroupRollout(rollout(1, 0.0), (trace("b", [1], [4]),))
     batch = make_batch([group(GroupRollout(rollout(0, 1.0), (lost,)), other)], CONFIG)
     assert [one.trace_id for one in batch.sequences] == ["b"]
-    assert batch.skipped["no_temperature"].traces == 1
+    assert batch.plan.skipped["no_temperature"].traces == 1
 
 
 def with_observation(name: str, **changes: Any) -> Trace:
@@ -162,17 +164,27 @@ def test_echo_trains_the_observed_tokens_of_all_rollouts() -> None:
     assert observed == dict.fromkeys(["trained", "masked", "unscored", "approximate", "equal0", "equal1"], 1)
     assert [one.trace_id for one in echo.sequences if one.trained.any()] == ["trained"]
     assert [one.trace_id for one in plain.sequences] == ["trained"]
-    assert (echo.trained_tokens, echo.trained_rollouts, echo.skipped) == (3, 1, plain.skipped)
+    assert (echo.plan.trained_tokens, echo.plan.trained_rollouts, echo.plan.skipped) == (3, 1, plain.plan.skipped)
     assert counts_add_up(echo)
     with pytest.raises(UsageError, match="per_call have one answer"):
         make_config({"echo_coef": 0.1, "builder": "per_call"})
+
+
+def test_echo_leaves_out_traces_that_are_too_long_whatever_their_grade() -> None:
+    members = [
+        GroupRollout(rollout(0, 1.0), (with_observation("approximate", grade="approximate"),)),
+        GroupRollout(rollout(1, 0.0), (trace("short", [1], [2]),)),
+    ]
+    batch = make_batch([group(*members)], CONFIG.model_copy(update={"echo_coef": 0.1, "max_sequence_length": 4}))
+    assert [one.trace_id for one in batch.sequences] == ["short"]
+    assert batch.plan.skipped["grade_approximate"].traces == 1
 
 
 def test_zero_variance_group_is_skipped_unless_kept() -> None:
     equal = group(*(GroupRollout(rollout(n, 1.0), (trace(f"t{n}", [1], [2]),)) for n in range(2)))
     batch = make_batch([equal], CONFIG)
     assert batch.sequences == ()
-    assert batch.skipped["no_spread"].rollouts == 2
+    assert batch.plan.skipped["no_spread"].rollouts == 2
     kept = make_batch([equal], CONFIG.model_copy(update={"keep_zero_variance_groups": True}))
     assert [one.advantage for one in kept.sequences] == [0.0, 0.0]
 
@@ -183,7 +195,7 @@ def test_pivot_of_mc_grpo_is_not_trained() -> None:
     ]
     batch = make_batch([group(*members)], CONFIG.model_copy(update={"advantage": "mc_grpo"}))
     assert [one.trace_id for one in batch.sequences] == ["t0", "t2"]
-    assert batch.skipped["no_advantage"].rollouts == 1
+    assert batch.plan.skipped["no_advantage"].rollouts == 1
 
 
 def test_raft_trains_all_rewarded_rollouts() -> None:
@@ -198,7 +210,7 @@ def test_raft_trains_all_rewarded_rollouts() -> None:
     )
     batch = make_batch([mixed, solved, failed], CONFIG.model_copy(update={"advantage": "raft"}))
     assert [one.advantage for one in batch.sequences] == [1.0, 1.0, 0.5]
-    assert batch.skipped["no_advantage"].rollouts == 3
+    assert batch.plan.skipped["no_advantage"].rollouts == 3
 
 
 def test_branch_is_trained_without_the_prefix_of_its_parent() -> None:

@@ -99,13 +99,13 @@ def test_recorded_and_interpolated(model: Path) -> None:
 
 
 def test_as_many_checkpoints_are_kept_as_the_proximal_policy_needs() -> None:
-    assert make_config({"loss": "icepop"}).checkpoints_kept == 2
-    assert make_config({"loss": "icepop", "max_async_steps": 4}).checkpoints_kept == 5
-    assert make_config({"loss": "icepop", "max_async_steps": 4, "proximal": "recorded"}).checkpoints_kept == 2
-    assert make_config({"loss": "dapo", "max_async_steps": 4}).checkpoints_kept == 2
+    assert make_config({"loss": "icepop"}).checkpoints_to_keep == 2
+    assert make_config({"loss": "icepop", "max_async_steps": 4}).checkpoints_to_keep == 5
+    assert make_config({"loss": "icepop", "max_async_steps": 4, "proximal": "recorded"}).checkpoints_to_keep == 2
+    assert make_config({"loss": "dapo", "max_async_steps": 4}).checkpoints_to_keep == 2
     # Staleness up to 4 + 2 - 1 = 5 steps, a checkpoint every second step.
     every_second = {"loss": "tis", "max_async_steps": 4, "sync_every": 2, "checkpoint_every": 2}
-    assert make_config(every_second).checkpoints_kept == 4
+    assert make_config(every_second).checkpoints_to_keep == 4
     with pytest.raises(UsageError, match="multiple of `checkpoint_every`"):
         make_config({"loss": "icepop", "max_async_steps": 4, "checkpoint_every": 2})
     with pytest.raises(UsageError, match="older weights, which several processes do not keep"):

@@ -60,7 +60,7 @@ def test_ids_are_compared_as_numbers() -> None:
 
 
 def test_rejects_empty_sequence() -> None:
-    with pytest.raises(ValueError, match=r"without a token: \[1\]"):
+    with pytest.raises(ValueError, match=r"are empty: \[1\]"):
         build_tree([array([1]), array([])])
 
 

@@ -191,7 +191,7 @@ async def test_pause_lasts_until_other_processes_drop_the_cached_version(tmp_pat
 async def test_vllm_without_weight_versions_stops_the_run(tmp_path: Path) -> None:
     """Its tokens would carry no policy version, or an old one."""
     server = FakeVllm(failing="/update_weight_version")
-    with pytest.raises(TrainingError, match=r"404 to POST /update_weight_version.*0\.32 can"):
+    with pytest.raises(TrainingError, match=r"404 to POST /update_weight_version.*use vLLM 0\.32"):
         await VllmDiskSync(control(server), tmp_path).push({}, "4")
     assert server.requested[-1] == "/resume"
 

@@ -89,7 +89,7 @@ async def test_further_streams_are_refused_until_one_ends(api: ApiContext, monke
     streams = ChangeStreams()
     first = follow(api, "lists", streams=streams)
     await next_change(first)
-    with pytest.raises(ApiError, match="asks every few seconds") as refused:
+    with pytest.raises(ApiError, match="asks for changes every few seconds") as refused:
         follow(api, "lists", streams=streams)
     assert refused.value.status == 503
     await first.aclose()

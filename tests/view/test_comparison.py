@@ -132,11 +132,11 @@ async def test_the_counts_of_a_group_are_those_of_the_trainer(pages: httpx.Async
     await train_group(store, group.group_id)
     read = await StoreGroupReader(store).read_group(group.group_id, "merged", None)
     batch = make_batch([read], GrpoConfig())
-    assert batch.trained_tokens > 0
+    assert batch.plan.trained_tokens > 0
     part = (await pages.get(f"/view/parts/groups/{group.group_id}/training")).text
-    for name, value in (("sampled tokens", batch.sampled_tokens), ("trained tokens", batch.trained_tokens)):
+    for name, value in (("sampled tokens", batch.plan.sampled_tokens), ("trained tokens", batch.plan.trained_tokens)):
         assert f"<dt>{name}</dt><dd>{value}</dd>" in part
-    assert f"{batch.trained_rollouts} of 3" in part
+    assert f"{batch.plan.trained_rollouts} of 3" in part
     assert re.search(r'<a href="/view/training/run_first">first</a> in step 1\.', part)
 
 
@@ -160,7 +160,7 @@ async def test_a_group_of_another_builder_reads_all_calls_once_at_most(
     monkeypatch.setattr(CallRepository, "of_session", counted)
     for _ in range(2):
         part = (await pages.get(f"/view/parts/groups/{group.group_id}/training")).text
-        assert f"<dt>trained tokens</dt><dd>{batch.trained_tokens}</dd>" in part
+        assert f"<dt>trained tokens</dt><dd>{batch.plan.trained_tokens}</dd>" in part
         assert "<dd>tree</dd>" in part
         assert len(sessions) == (0 if is_stored else 3)
 

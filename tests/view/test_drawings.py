@@ -33,7 +33,7 @@ async def test_a_long_tree_is_drawn_in_pieces(store: Store) -> None:
     calls = await store.calls.summaries(await branching_session(store))
     tree = draw_tree(calls, calls[6].call_id, 5)
     assert [row.number for row in tree.rows] == [6, 7, 8, 9, 10]
-    assert (tree.calls, tree.top, tree.height) == (12, 5 * 28, 5 * 28)
+    assert (tree.call_count, tree.top, tree.height) == (12, 5 * 28, 5 * 28)
     assert (tree.earlier, tree.later) == (calls[4].call_id, calls[10].call_id)
     assert len(tree.lines) == 5
     whole = draw_tree(calls, None, 50)

@@ -274,6 +274,15 @@ async def test_drift_is_found_at_its_place(pages: httpx.AsyncClient, store: Stor
     assert finding["text"].startswith("Drift (split): the prompt of call_")
 
 
+async def test_a_token_page_that_is_opened_again_shows_the_new_grade(pages: httpx.AsyncClient, store: Store) -> None:
+    (trace, *_) = await store.traces.summaries(await recorded.drifting_session(store))
+    path = f"/view/traces/{trace.trace_id}"
+    assert 'class="grade rejected"' not in (await pages.get(path)).text
+    await store.traces.set_audit(trace.trace_id, "rejected", {})
+    assert 'class="grade rejected"' in (await pages.get(path)).text
+    assert (await pages.get(f"{path}/head")).json()["facts"]["grade"] == "rejected"
+
+
 class VersionedEngine(ScriptedEngine):
     """An engine that knows its policy version, but not its load."""
 

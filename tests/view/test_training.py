@@ -23,7 +23,7 @@ def test_a_curve_spans_its_panel() -> None:
     (panel, *_) = draw_panels([("a", [step(1, reward=0.0), step(2, reward=0.5), step(3, reward=1.0)])])
     assert panel.title == "Reward"
     (curve,) = panel.curves
-    assert curve.path == f"M0.0 {HEIGHT:.1f}L{WIDTH / 2:.1f} {HEIGHT / 2:.1f}L{WIDTH:.1f} 0.0"
+    assert panel.path(curve) == f"M0.0 {HEIGHT:.1f}L{WIDTH / 2:.1f} {HEIGHT / 2:.1f}L{WIDTH:.1f} 0.0"
     assert (panel.low, panel.high, panel.first, panel.last) == (0.0, 1.0, 1, 3)
 
 
@@ -32,7 +32,7 @@ def test_a_curve_spans_its_panel() -> None:
 )
 def test_a_single_value_is_a_dot_on_an_axis_that_has_zero(value: float, low: float, high: float, y: float) -> None:
     (panel, *_) = draw_panels([("a", [step(1, reward=value)])])
-    assert (panel.low, panel.high, panel.curves[0].path) == (low, high, f"M0.0 {y:.1f}h0")
+    assert (panel.low, panel.high, panel.path(panel.curves[0])) == (low, high, f"M0.0 {y:.1f}h0")
 
 
 def test_runs_share_the_axes_of_a_panel() -> None:
@@ -46,6 +46,14 @@ def test_values_that_are_missing_or_not_finite_are_left_out() -> None:
     loss = next(panel for panel in panels if panel.title == "Loss")
     assert (loss.curves[0].steps, loss.curves[0].values) == ([2], [0.25])
     assert "Entropy" not in [panel.title for panel in panels]
+
+
+async def test_the_legend_has_the_dashes_of_its_curves(pages: httpx.AsyncClient, store: Store) -> None:
+    held_out = {"kind": "eval", "step": 0, "at": 1.0, "reward": 0.25}
+    await store.training.put_run("run_1", "first", {}, [held_out])
+    page = (await pages.get("/view/training/run_1")).text
+    assert '<path class="run0 dash1 dot"' in page
+    assert '<span class="name dash1"><i aria-hidden="true"></i>held out</span>' in page
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from polar_proxy.dialects.fields import function_tool
+from polar_proxy.dialects.fields import function_tool, object_schema
 from polar_proxy.types import Json
 
 _TYPE = re.compile("(bash|text_editor|memory|computer)_([0-9]{8})")
@@ -48,10 +48,6 @@ def _name(kind: str, version: str) -> str:
     return "str_replace_editor" if version < "20250429" else "str_replace_based_edit_tool"
 
 
-def _object(required: list[str], **properties: Json) -> Json:
-    return {"type": "object", "properties": properties, "required": required}
-
-
 def _one_of(*values: str) -> Json:
     return {"type": "string", "enum": list(values)}
 
@@ -60,7 +56,7 @@ def _bash(version: str, tool: Json) -> tuple[str, Json]:
     restart = {"type": "boolean", "description": "True restarts the session; no command is needed then."}
     return (
         "Run a command in a bash session that keeps its state between calls, and get its output.",
-        _object([], command=_TEXT, restart=restart),
+        object_schema([], command=_TEXT, restart=restart),
     )
 
 
@@ -83,13 +79,13 @@ def _text_editor(version: str, tool: Json) -> tuple[str, Json]:
     most = tool.get("max_characters")
     if isinstance(most, int):
         text += f" `view` shows at most {most} characters."
-    return text, _object(["command", "path"], **properties)
+    return text, object_schema(["command", "path"], **properties)
 
 
 def _memory(version: str, tool: Json) -> tuple[str, Json]:
     return (
         "Keep notes for later conversations in text files below /memories. Look there before a task.",
-        _object(
+        object_schema(
             ["command"],
             command=_one_of("view", "create", "str_replace", "insert", "delete", "rename"),
             path={**_TEXT, "description": "The file or directory, for all commands but `rename`."},
@@ -135,7 +131,7 @@ def _computer(version: str, tool: Json) -> tuple[str, Json]:
         actions.append("zoom")
         region = "For `zoom`: x and y of the top left corner, then of the bottom right corner."
         properties["region"] = {"type": "array", "items": _NUMBER, "description": region}
-    return text, _object(["action"], action=_one_of(*actions), **properties)
+    return text, object_schema(["action"], action=_one_of(*actions), **properties)
 
 
 _DEFINITIONS: dict[str, Callable[[str, Json], tuple[str, Json]]] = {

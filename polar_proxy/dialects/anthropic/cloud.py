@@ -48,7 +48,7 @@ class AnthropicOnCloud(AnthropicMessages):
 
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
         parsed = super().parse({**body, "model": self.model, "stream": self.stream}, previous)
-        return replace(parsed, encoder=partial(FrameEncoder, inner=parsed.encoder)) if self.frames else parsed
+        return replace(parsed, encoder=partial(FrameEncoder, make_encoder=parsed.encoder)) if self.frames else parsed
 
 
 def cloud_route(path: str) -> AnthropicOnCloud | None:
@@ -64,19 +64,19 @@ def cloud_route(path: str) -> AnthropicOnCloud | None:
 class FrameEncoder(Encoder):
     """Wraps each event of Anthropic's stream in a frame of Amazon's event stream."""
 
-    inner: Callable[..., Encoder] = field(kw_only=True)
+    make_encoder: Callable[..., Encoder] = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        self._inner = self.inner(self.call_id, self.created, sampled=self.sampled)
+        self._encoder = self.make_encoder(self.call_id, self.created, sampled=self.sampled)
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
-        return _frames(self._inner.feed(request_index, event))
+        return _frames(self._encoder.feed(request_index, event))
 
     def end(self, answers: list[Answer]) -> bytes:
-        return _frames(self._inner.end(answers))
+        return _frames(self._encoder.end(answers))
 
     def respond(self, answers: list[Answer]) -> bytes:
-        return self._inner.respond(answers)
+        return self._encoder.respond(answers)
 
     def fail(self, message: str, status: int) -> bytes:
         body = orjson.dumps({"message": message})

@@ -49,14 +49,15 @@ class SignedReasoning:
     """The tool call that the part shows as text (`call_as_text`); None if the part shows no call."""
 
 
-def pack(signed: SignedReasoning) -> str:
+def encode_signature(signed: SignedReasoning) -> str:
+    """Return the string for a part's `thoughtSignature`."""
     call = None if signed.call is None else [signed.call.id, signed.call.name, signed.call.arguments]
     sealed = seal(orjson.dumps([signed.start, signed.reasoning, call]).decode())
     return sealed + "=" * (-len(sealed) % 4)  # the field's type is bytes, whose base64 is padded
 
 
-def unpack(signature: str) -> SignedReasoning | None:
-    """Return the content of a string that `pack` made; None for any other string."""
+def decode_signature(signature: str) -> SignedReasoning | None:
+    """Return the content of a string that `encode_signature` made; None for any other string."""
     try:
         content = orjson.loads(unseal(signature) or "null")
     except orjson.JSONDecodeError:
@@ -112,7 +113,7 @@ def parse_contents(contents: list[Content]) -> list[Message]:
 class _ModelTurn:
     content: list[Json] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
-    signed: str = ""
+    signed_reasoning: str = ""
     """Reasoning restored from signatures."""
     calls: list[ToolCall] = field(default_factory=list)
 
@@ -122,7 +123,7 @@ class _ModelTurn:
             content = "".join(part["text"] for part in self.content)
             if not content and self.calls:
                 content = None
-        reasoning = self.signed or "".join(self.thoughts)
+        reasoning = self.signed_reasoning or "".join(self.thoughts)
         return Message("assistant", content, reasoning=reasoning or None, tool_calls=tuple(self.calls))
 
 
@@ -192,9 +193,9 @@ class _ContentReader:
         return self.turn
 
     def _model_part(self, turn: _ModelTurn, part: Part, path: str, generated_id: str) -> None:
-        signed = None if part.thought_signature is None else unpack(part.thought_signature)
+        signed = None if part.thought_signature is None else decode_signature(part.thought_signature)
         if signed is not None:
-            turn.signed = extend_reasoning(turn.signed, signed)
+            turn.signed_reasoning = extend_reasoning(turn.signed_reasoning, signed)
         if part.function_call is not None:
             self._call(turn, part.function_call, f"{path}.functionCall", generated_id)
         elif part.thought:

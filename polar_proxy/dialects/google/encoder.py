@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 
 from polar_proxy.dialects.base import Answer, AnswerChoice, Encoder
-from polar_proxy.dialects.google.contents import SignedReasoning, call_as_text, pack
+from polar_proxy.dialects.google.contents import SignedReasoning, call_as_text, encode_signature
 from polar_proxy.dialects.wire import is_json_object, sse
 from polar_proxy.types import Json, SampleEvent, ToolCall
 
@@ -54,7 +54,7 @@ _TYPE = "type.googleapis.com/google.rpc."
 class _PartWriter:
     thoughts: bool
     reasoning: str = ""
-    signed: int = 0
+    signed_length: int = 0
     """Number of characters, from the start of the reasoning, that the signatures so far hold."""
     called: bool = False
 
@@ -88,13 +88,13 @@ class _PartWriter:
 
     def rest(self) -> list[Json]:
         """Return an empty text part with a signature for the reasoning that no signature holds yet, if there is any."""
-        return [self._sign({"text": ""})] if len(self.reasoning) > self.signed else []
+        return [self._sign({"text": ""})] if len(self.reasoning) > self.signed_length else []
 
     def _sign(self, part: Json, *, all_reasoning: bool = False, call: ToolCall | None = None) -> Json:
-        start = 0 if all_reasoning else self.signed
+        start = 0 if all_reasoning else self.signed_length
         if start < len(self.reasoning) or call is not None:
-            part["thoughtSignature"] = pack(SignedReasoning(start, self.reasoning[start:], call))
-            self.signed = len(self.reasoning)
+            part["thoughtSignature"] = encode_signature(SignedReasoning(start, self.reasoning[start:], call))
+            self.signed_length = len(self.reasoning)
         return part
 
 

@@ -131,12 +131,10 @@ def _logprobs_object(sampled: SampleEvent | AnswerChoice) -> Json:
 
 
 def _function_call_delta(call: ToolDelta) -> Json:
-    out: Json = {"index": call.index, "function": _function_delta(call)}
+    out: Json = {"index": call.index, "function": {"arguments": call.arguments}}
+    if call.name is not None:
+        out["function"]["name"] = call.name
     if call.id is not None:
         out["id"] = call.id
         out["type"] = "function"
     return out
-
-
-def _function_delta(call: ToolDelta) -> Json:
-    return {"arguments": call.arguments} if call.name is None else {"arguments": call.arguments, "name": call.name}

@@ -48,7 +48,7 @@ from polar_proxy.dialects.openai_responses.references import (
     referenced_conversation,
     write_out_references,
 )
-from polar_proxy.dialects.openai_responses.tools import Toolbox
+from polar_proxy.dialects.openai_responses.tools import ResponsesTools
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.types import ChatRequest, ClientOptions, ConversationItem, Json
 
@@ -183,7 +183,7 @@ def _answered_item(shown: Json, exact: Mapping[AnswerPart, Json]) -> Conversatio
     return ConversationItem(shown["id"], item, shown)
 
 
-def _parse(body: Json) -> tuple[ResponsesFields, ChatRequest, Toolbox]:
+def _parse(body: Json) -> tuple[ResponsesFields, ChatRequest, ResponsesTools]:
     if body.get("prompt") is not None:
         raise unsupported("prompt", "send the conversation in 'input'")
     fields = ResponsesFields.read({**body, "n": None})
@@ -195,7 +195,7 @@ def _parse(body: Json) -> tuple[ResponsesFields, ChatRequest, Toolbox]:
         if not fields.store:
             raise invalid("background", "it needs 'store' to be true, because the answer is retrieved later")
     items = input_items(fields.input)
-    tools = Toolbox()
+    tools = ResponsesTools()
     for position, tool in enumerate(fields.tools):
         tools.add(tool, f"tools[{position}]")
     collect_tools(tools, items)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -34,7 +34,7 @@ from polar_proxy.dialects.openai_responses.items import (
     reasoning_item,
     response_id,
 )
-from polar_proxy.dialects.openai_responses.tools import Toolbox
+from polar_proxy.dialects.openai_responses.tools import ResponsesTools
 from polar_proxy.dialects.wire import is_json_object, named_sse
 from polar_proxy.types import ChatRequest, Json, SampleEvent, ToolCall, ToolDelta
 
@@ -43,22 +43,26 @@ _STREAMED_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
 """The field of a tool call's item that is streamed, by the item's type. Other items are sent in one piece."""
 
 
+class _TextNames(NamedTuple):
+    """The names in the events of a text: of the text, of its part, and of the field with the part's index."""
+
+    text: str
+    part: str
+    part_index: str
+
+
+_TEXT_NAMES = {
+    "message": _TextNames("output_text", "content_part", "content_index"),
+    "reasoning": _TextNames("reasoning_summary_text", "reasoning_summary_part", "summary_index"),
+}
+
+
 @dataclass
 class _OpenText:
     kind: str
+    """`message` or `reasoning`."""
     id: str
     pieces: list[str] = field(default_factory=list)
-
-    @property
-    def names(self) -> tuple[str, str, str]:
-        """The names in the events of this text.
-
-        They are the name of the text (`output_text` in `response.output_text.delta`), the name of its part
-        (`content_part` in `response.content_part.added`), and the name of the field with the part's index.
-        """
-        if self.kind == "reasoning":
-            return "reasoning_summary_text", "reasoning_summary_part", "summary_index"
-        return "output_text", "content_part", "content_index"
 
 
 @dataclass
@@ -83,7 +87,7 @@ class _StreamedToolCall:
 
 @dataclass
 class ResponsesEncoder(Encoder):
-    tools: Toolbox
+    tools: ResponsesTools
     echo: Json
     """The request's fields that every response object repeats."""
     logprobs: bool
@@ -166,11 +170,11 @@ class ResponsesEncoder(Encoder):
     # Text and reasoning.
 
     def _text(self, kind: str, text: str, logprobs: list[Json]) -> bytes:
-        now = self._open
-        if isinstance(now, _OpenText) and now.kind == kind:
+        opened = self._open
+        if isinstance(opened, _OpenText) and opened.kind == kind:
             return self._text_delta(text, logprobs)
-        if isinstance(now, _StreamedToolCall):
-            return self._text_after_call(now, kind, text)
+        if isinstance(opened, _StreamedToolCall):
+            return self._text_after_call(opened, kind, text)
         return self._close("completed") + self._open_text(kind) + self._text_delta(text, logprobs)
 
     def _text_after_call(self, call: _StreamedToolCall, kind: str, text: str) -> bytes:
@@ -206,31 +210,33 @@ class ResponsesEncoder(Encoder):
         return self._added(item) + self._part_event(opened, "added", part)
 
     def _text_delta(self, text: str, logprobs: list[Json]) -> bytes:
-        now = self._open
-        assert isinstance(now, _OpenText)
-        now.pieces.append(text)
-        return self._text_event(now, "delta", logprobs, delta=text)
+        opened = self._open
+        assert isinstance(opened, _OpenText)
+        opened.pieces.append(text)
+        return self._text_event(opened, "delta", logprobs, delta=text)
 
-    def _close_text(self, now: _OpenText, status: str) -> bytes:
-        text = "".join(now.pieces)
-        logprobs = _message_logprobs(self._received, text) if self.logprobs and now.kind == "message" else []
-        if now.kind == "reasoning":
-            item = reasoning_item(now.id, text, status)
+    def _close_text(self, opened: _OpenText, status: str) -> bytes:
+        text = "".join(opened.pieces)
+        logprobs = _message_logprobs(self._received, text) if self.logprobs and opened.kind == "message" else []
+        if opened.kind == "reasoning":
+            item = reasoning_item(opened.id, text, status)
             (part,) = item["summary"]
         else:
-            item = message_item(now.id, text, status, logprobs)
+            item = message_item(opened.id, text, status, logprobs)
             (part,) = item["content"]
-        out = self._text_event(now, "done", logprobs, text=text)
-        return out + self._part_event(now, "done", part) + self._done(item)
+        out = self._text_event(opened, "done", logprobs, text=text)
+        return out + self._part_event(opened, "done", part) + self._done(item)
 
-    def _text_event(self, now: _OpenText, suffix: str, logprobs: list[Json], **fields: str) -> bytes:
-        name, _, index = now.names
-        extra = {} if now.kind == "reasoning" else {"logprobs": logprobs}
-        return self._event(f"response.{name}.{suffix}", **self._location(now.id), **{index: 0}, **fields, **extra)
+    def _text_event(self, opened: _OpenText, suffix: str, logprobs: list[Json], **fields: str) -> bytes:
+        names = _TEXT_NAMES[opened.kind]
+        extra = {} if opened.kind == "reasoning" else {"logprobs": logprobs}
+        location = {**self._location(opened.id), names.part_index: 0}
+        return self._event(f"response.{names.text}.{suffix}", **location, **fields, **extra)
 
-    def _part_event(self, now: _OpenText, suffix: str, part: Json) -> bytes:
-        _, name, index = now.names
-        return self._event(f"response.{name}.{suffix}", **self._location(now.id), **{index: 0}, part=part)
+    def _part_event(self, opened: _OpenText, suffix: str, part: Json) -> bytes:
+        names = _TEXT_NAMES[opened.kind]
+        location = {**self._location(opened.id), names.part_index: 0}
+        return self._event(f"response.{names.part}.{suffix}", **location, part=part)
 
     # Tool calls.
 
@@ -256,7 +262,7 @@ class ResponsesEncoder(Encoder):
 
     def _open_call(self, call: _StreamedToolCall) -> bytes:
         self._open = call
-        tool = self.tools.tools.get(call.name)
+        tool = self.tools.by_name.get(call.name)
         call.kind = tool.kind if tool else "function"
         out = self._announce(call, self._call_item(call, "")) if call.kind == "function" else b""
         return out + self._call_delta(call, call.arguments)
@@ -345,11 +351,11 @@ class ResponsesEncoder(Encoder):
         return {"item_id": identity, "output_index": self._position}
 
     def _close(self, status: str) -> bytes:
-        now, out = self._open, b""
-        if isinstance(now, _OpenText):
-            out = self._close_text(now, status)
-        elif now is not None:
-            out = self._close_call(now, status)
+        opened, out = self._open, b""
+        if isinstance(opened, _OpenText):
+            out = self._close_text(opened, status)
+        elif opened is not None:
+            out = self._close_call(opened, status)
         self._open = None
         return out
 

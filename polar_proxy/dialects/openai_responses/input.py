@@ -32,7 +32,7 @@ from polar_proxy.dialects.fields import (
     text_part,
 )
 from polar_proxy.dialects.openai_responses.items import answer_of_item, item_not_found
-from polar_proxy.dialects.openai_responses.tools import BUILT_IN_TOOLS, Toolbox, built_in_arguments
+from polar_proxy.dialects.openai_responses.tools import BUILT_IN_TOOLS, ResponsesTools, built_in_arguments
 from polar_proxy.dialects.wire import to_json, unseal
 from polar_proxy.types import Json, Message, ToolCall
 
@@ -46,8 +46,8 @@ _CONTENT_FIELDS = (
 _BUILT_IN_CALLS = {tool.item: name for name, tool in BUILT_IN_TOOLS.items()}
 
 
-def collect_tools(tools: Toolbox, items: list[Json]) -> None:
-    """Add the tools in items of type `additional_tools` and `tool_search_output` to the toolbox `tools`."""
+def collect_tools(tools: ResponsesTools, items: list[Json]) -> None:
+    """Add the tools in items of type `additional_tools` and `tool_search_output` to `tools`."""
     for position, item in enumerate(items):
         if item.get("type") in ("additional_tools", "tool_search_output"):
             path = f"input[{position}].tools"
@@ -58,7 +58,7 @@ def collect_tools(tools: Toolbox, items: list[Json]) -> None:
                 tools.add(tool, f"{path}[{number}]")
 
 
-def to_messages(items: list[Json], instructions: str | None, tools: Toolbox) -> tuple[Message, ...]:
+def to_messages(items: list[Json], instructions: str | None, tools: ResponsesTools) -> tuple[Message, ...]:
     """Return the conversation. Call `collect_tools` first, which adds the input's own tools. Raises RequestError."""
     ids = {item["id"] for item in items if isinstance(item.get("id"), str) and not is_reference(item)}
     reader = _ItemReader(tools, ids)
@@ -78,7 +78,7 @@ class _ItemReader:
     """Reads items in order into messages. `ids`: the ids of the items that the input contains, not of the items that it
     only refers to."""
 
-    def __init__(self, tools: Toolbox, ids: set[str]) -> None:
+    def __init__(self, tools: ResponsesTools, ids: set[str]) -> None:
         self._tools = tools
         self._ids = ids
         self.entries: list[Message | _AnswerDraft] = []
@@ -101,7 +101,8 @@ class _ItemReader:
             self._call(item, self._offered_name(item, name, path), arguments)
         elif kind == "custom_tool_call":
             name, text = string_field(item, "name", path), string_field(item, "input", path)
-            arguments = custom_arguments(text, f"{path}.input", raw=str(item.get("id")).startswith("ctcraw_"))
+            is_raw = str(item.get("id")).startswith("ctcraw_")
+            arguments = text if is_raw else custom_arguments(text, f"{path}.input")
             self._call(item, self._offered_name(item, name, path), arguments)
         elif isinstance(kind, str) and kind in _BUILT_IN_CALLS:
             self._built_in_call(item, _BUILT_IN_CALLS[kind], path)
@@ -158,7 +159,7 @@ class _ItemReader:
         role = item.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise invalid(f"{path}.role", f"expected one of {', '.join(sorted(_ROLES))}")
-        content = read_content(item.get("content"), f"{path}.content")
+        content = _read_content(item.get("content"), f"{path}.content")
         if role != "assistant":
             self._append(Message(_ROLES[role], content))
             return
@@ -198,7 +199,7 @@ class _ItemReader:
         is_parts = isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output)
         content: str | list[Json]
         if output is None or isinstance(output, str) or is_parts:
-            content = read_content(output, f"{path}.output")
+            content = _read_content(output, f"{path}.output")
         else:
             content = to_json(output, f"{path}.output").decode()
         self._append(Message("tool", content, tool_call_id=optional_string(item, "call_id") or ""))
@@ -212,7 +213,7 @@ class _ItemReader:
         found: list[Json] = []
         for raw in item.get("tools") or ():
             for name in self._tools.add(raw, f"{path}.tools"):
-                function = self._tools.tools[name].function
+                function = self._tools.by_name[name].function
                 found.append({key: function[key] for key in ("name", "description") if key in function})
         return found
 
@@ -260,11 +261,11 @@ def is_reference(item: Json) -> bool:
 
 
 def _joined(value: Any, path: str) -> str:
-    content = read_content(value, path)
+    content = _read_content(value, path)
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def read_content(value: Any, path: str) -> str | list[Json]:
+def _read_content(value: Any, path: str) -> str | list[Json]:
     """Return content as a string, or as content parts of Chat Completions. Raises RequestError."""
     if value is None or isinstance(value, str):
         return value or ""

@@ -22,7 +22,7 @@ import re
 from typing import Any, NamedTuple
 
 from polar_proxy.dialects.custom_tools import begins_as_input, custom_input
-from polar_proxy.dialects.openai_responses.tools import Toolbox, built_in_item
+from polar_proxy.dialects.openai_responses.tools import ResponsesTools, built_in_item
 from polar_proxy.dialects.wire import seal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ConversationItem, Json, Message, ToolCall
@@ -153,13 +153,13 @@ def _listed_part(part: Json, of_assistant: bool) -> Json:
     return {"detail": "auto", **part} if kind == "input_image" else part
 
 
-def call_item(tools: Toolbox, call: ToolCall, call_id: str, number: int, status: str) -> Json:
+def call_item(tools: ResponsesTools, call: ToolCall, call_id: str, number: int, status: str) -> Json:
     """Return a tool call of an answer as an output item of the kind that belongs to the tool.
 
     The item is a `function_call` if the tool was not offered, or if the arguments do not fit a built-in tool's item.
     `number`: the position of the call among the answer's tool calls, from 0.
     """
-    tool = tools.tools.get(call.name)
+    tool = tools.by_name.get(call.name)
     kind = tool.kind if tool else "function"
     if tool is not None and kind == "custom":
         text = custom_input(call.arguments)
@@ -199,7 +199,7 @@ def answer_items(answer: Message, call_id: str) -> list[Json]:
     if answer.content or not answer.tool_calls:
         items.append(message_item(item_id("msg", call_id, 0), str(answer.content or ""), "completed", []))
     for number, call in enumerate(answer.tool_calls):
-        items.append(call_item(Toolbox(), call, call_id, number, "completed"))
+        items.append(call_item(ResponsesTools(), call, call_id, number, "completed"))
     return items
 
 

@@ -89,10 +89,11 @@ def write_out_references(body: Json, calls: _ReferencedCalls, conversation: Sequ
     items = input_items(body.get("input"))
     if (previous := body.get("previous_response_id")) is not None:
         items = [*_conversation(previous, calls), *items]
-    stored = {entry.item_id for entry in conversation}
-    if twice := stored & _ids_given_in_full(items):
+    stored, own = {entry.item_id for entry in conversation}, _ids_given_in_full(items)
+    if twice := stored & own:
         raise duplicate_item(min(twice), "input")
-    ids, parts = _given(items, stored)
+    ids = stored | own
+    parts = {named.part for identity in ids if (named := ItemId.read(identity)) is not None}
     answers: dict[str, dict[AnswerPart, Json]] = {}
     whole = [entry.item for entry in conversation]
     for item in items:
@@ -133,16 +134,6 @@ def _check_outputs(own: list[Json], whole: list[Json]) -> None:
 
 def _is_output(item: Json) -> bool:
     return str(item.get("type")).endswith("_output")
-
-
-def _given(items: list[Json], stored: set[str]) -> tuple[set[str], set[AnswerPart]]:
-    """Return the ids of the items that are present in full, and the parts of recorded calls that these ids name.
-
-    An item is present in full if it is in the conversation (`stored` has its id), or if it is one of `items` but not a
-    reference.
-    """
-    ids = _ids_given_in_full(items) | stored
-    return ids, {named.part for identity in ids if (named := ItemId.read(identity)) is not None}
 
 
 def _ids_given_in_full(items: list[Json]) -> set[str]:

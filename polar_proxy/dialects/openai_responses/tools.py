@@ -18,23 +18,19 @@ conversation keep their names. Arguments that do not fit the item of a tool's ki
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from polar_proxy.dialects.custom_tools import custom_parameters
-from polar_proxy.dialects.fields import invalid
+from polar_proxy.dialects.fields import invalid, object_schema
 from polar_proxy.dialects.openai_common import choice_mode
 from polar_proxy.types import Json
 
 _TEXT: Json = {"type": "string"}
 _NUMBER: Json = {"type": "integer"}
-
-
-def _object(required: list[str], **properties: Json) -> Json:
-    return {"type": "object", "properties": properties, "required": required}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ class BuiltInTool:
 BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
     "local_shell": BuiltInTool(
         "Run a command on the local machine and get its output.",
-        _object(
+        object_schema(
             ["command"],
             command={"type": "array", "items": _TEXT, "description": "The program and its arguments."},
             working_directory=_TEXT,
@@ -66,7 +62,7 @@ BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
     ),
     "shell": BuiltInTool(
         "Run shell commands, one after the other, and get their output.",
-        _object(
+        object_schema(
             ["commands"],
             commands={"type": "array", "items": _TEXT},
             timeout_ms=_NUMBER,
@@ -77,7 +73,7 @@ BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
     ),
     "apply_patch": BuiltInTool(
         "Create, update or delete one file.",
-        _object(
+        object_schema(
             ["type", "path"],
             type={"type": "string", "enum": ["create_file", "update_file", "delete_file"]},
             path=_TEXT,
@@ -103,10 +99,11 @@ class OfferedTool:
 
 
 @dataclass(slots=True)
-class Toolbox:
-    """All tools of a body, by the name under which each is offered."""
+class ResponsesTools:
+    """The tools of one body."""
 
-    tools: dict[str, OfferedTool] = field(default_factory=dict)
+    by_name: dict[str, OfferedTool] = field(default_factory=dict)
+    """All tools that the client runs, by the name under which each is offered."""
     of_provider: list[str] = field(default_factory=list)
     """Types of the tools that the provider itself runs. They are not offered."""
     _names: dict[tuple[str | None, str], str] = field(default_factory=dict)
@@ -136,7 +133,7 @@ class Toolbox:
             parameters = raw.get("parameters")
             if not isinstance(parameters, dict | None):
                 raise invalid(f"{path}.parameters", "expected a JSON schema object")
-            function = _function(raw.get("description"), parameters or _object([]))
+            function = _function(raw.get("description"), parameters or object_schema([]))
             if raw.get("strict") is True:
                 function["strict"] = True
             return self._offer("function", _name(raw, path), namespace, function)
@@ -147,7 +144,7 @@ class Toolbox:
             if raw.get("execution") != "client":
                 return []  # all tools are offered, so there is nothing to search for
             parameters = raw.get("parameters")
-            schema = parameters if isinstance(parameters, dict) else _object(["query"], query=_TEXT)
+            schema = parameters if isinstance(parameters, dict) else object_schema(["query"], query=_TEXT)
             description = raw.get("description") or "Search for more tools."
             return self._offer("tool_search", "tool_search", None, _function(description, schema))
         built_in = BUILT_IN_TOOLS.get(kind)
@@ -161,10 +158,10 @@ class Toolbox:
         if offered is None:
             base = offered = _qualified(namespace, name)
             number = 2
-            while offered in self.tools:
+            while offered in self.by_name:
                 offered, number = f"{base}_{number}", number + 1
             self._names[namespace, name] = offered
-        self.tools[offered] = OfferedTool(kind, name, namespace, {"name": offered, **function})
+        self.by_name[offered] = OfferedTool(kind, name, namespace, {"name": offered, **function})
         return [offered]
 
     def offered_name(self, namespace: str | None, name: str) -> str:
@@ -174,11 +171,11 @@ class Toolbox:
         """
         return self._names.get((namespace, name)) or _qualified(namespace, name)
 
-    def functions(self, names: Iterable[str] | None = None) -> tuple[Json, ...]:
+    def functions(self, names: Collection[str] | None = None) -> tuple[Json, ...]:
         """Return the function definitions for the engine. `names`: the offered names of the functions to return; None:
         all."""
-        chosen = self.tools if names is None else [name for name in self.tools if name in set(names)]
-        return tuple({"type": "function", "function": self.tools[name].function} for name in chosen)
+        chosen = self.by_name if names is None else [name for name in self.by_name if name in names]
+        return tuple({"type": "function", "function": self.by_name[name].function} for name in chosen)
 
     def choose(self, choice: Any) -> tuple[str | Json | None, tuple[Json, ...]]:
         """Return the engine's (tool_choice, tools) for the body's `tool_choice`. Raises RequestError.
@@ -196,9 +193,9 @@ class Toolbox:
             raise invalid("tool_choice", "'allowed_tools' needs a mode (auto or required) and tools that are offered")
         mode = choice_mode(choice)
         if choice is None or mode in ("none", "auto"):
-            return (mode if self.tools else None), self.functions()
+            return (mode if self.by_name else None), self.functions()
         if mode == "required":
-            if not self.tools:
+            if not self.by_name:
                 raise invalid("tool_choice", "it is 'required' but there are no tools to call")
             return mode, self.functions()
         if isinstance(choice, dict):
@@ -215,7 +212,7 @@ class Toolbox:
         names: list[str] = []
         for tool in tools:
             if tool.get("type") == "namespace":
-                names += [name for name, known in self.tools.items() if known.namespace == tool.get("name")]
+                names += [name for name, known in self.by_name.items() if known.namespace == tool.get("name")]
             elif (name := self._find(tool)) is not None:
                 names.append(name)
         return names

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from polar_proxy.engines.base import enforced_format
 from polar_proxy.engines.hosted.carried import passed_fields, refuse_sampling
 from polar_proxy.engines.hosted.content import (
     TEXT_PARTS,
@@ -52,8 +53,8 @@ def anthropic_body(request: ChatRequest, model: str, max_tokens: int, *, stream:
     }
     if sampling.stop:
         body["stop_sequences"] = list(sampling.stop)
-    if request.response_format is not None and (not request.tools or request.tool_choice == "none"):
-        schema = schema_of(request.response_format)
+    if (response_format := enforced_format(request)) is not None:
+        schema = schema_of(response_format)
         if schema is None:
             text = "'response_format' is not supported here without a schema: Anthropic has no plain JSON mode."
             raise RequestError(text, param="response_format", code="unsupported_parameter")
@@ -193,10 +194,10 @@ def _reasoning(options: ClientOptions) -> Json:
         return {"thinking": {"type": "disabled"}}
     if tokens is not None and tokens > 0:
         thinking = {"type": "enabled", "budget_tokens": max(LEAST_BUDGET, tokens)}
-    elif tokens is not None or options.show_reasoning:
+    elif options.show_reasoning:
+        thinking = {"type": "adaptive", "display": "summarized"}
+    elif tokens is not None:
         thinking = {"type": "adaptive"}
-    if thinking and options.show_reasoning and thinking["type"] == "adaptive":
-        thinking["display"] = "summarized"
     out: Json = {"thinking": thinking} if thinking else {}
     if options.effort is not None and (effort := _EFFORTS.get(options.effort)) is not None:
         out["output_config"] = {"effort": effort}

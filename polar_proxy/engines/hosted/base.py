@@ -107,8 +107,8 @@ class HostedEngine(ServerEngine):
 
     async def _estimate(self, request: EngineRequest, answer: str) -> Usage:
         model = self.info.model
-        prompt, _ = await asyncio.to_thread(self._counter.count, model, request_text(request))
-        sampled, _ = await asyncio.to_thread(self._counter.count, model, answer)
+        prompt = await asyncio.to_thread(self._counter.count, model, request_text(request))
+        sampled = await asyncio.to_thread(self._counter.count, model, answer)
         return Usage(prompt, sampled, model=model, estimated=True)
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
@@ -120,8 +120,7 @@ class HostedEngine(ServerEngine):
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of prompt tokens as tiktoken counts them. If tiktoken does not know the model, return an
         estimate from the number of bytes."""
-        tokens, _ = await asyncio.to_thread(self._counter.count, self.info.model, request_text(request))
-        return tokens
+        return await asyncio.to_thread(self._counter.count, self.info.model, request_text(request))
 
     async def health(self) -> str | None:
         try:

@@ -14,39 +14,31 @@ from collections.abc import Mapping
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, EngineRequest, Sampling
 
+
+def _unchanged(names: str) -> dict[str, str]:
+    return {name: name for name in names.split()}
+
+
 PASSED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "openai": {
-        "openai_chat": {
-            name: name
-            for name in (
-                *("metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options"),
-                *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity"),
-            )
-        },
+        "openai_chat": _unchanged(
+            "metadata moderation prediction prompt_cache_key prompt_cache_options prompt_cache_retention "
+            "safety_identifier service_tier store user verbosity"
+        ),
         "openai_responses": {
-            **{
-                name: name
-                for name in (
-                    *("metadata", "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-                    *("safety_identifier", "service_tier", "user"),
-                )
-            },
+            **_unchanged(
+                "metadata moderation prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
+                "service_tier user"
+            ),
             "text.verbosity": "verbosity",
         },
     },
-    "anthropic": {
-        "anthropic_messages": {
-            name: name for name in ("cache_control", "inference_geo", "metadata", "service_tier", "speed", "thinking")
-        }
-    },
+    "anthropic": {"anthropic_messages": _unchanged("cache_control inference_geo metadata service_tier speed thinking")},
     "google": {
-        "google_generate_content": {
-            name: name
-            for name in (
-                *("labels", "modelArmorConfig", "safetySettings", "serviceTier"),
-                *("generationConfig.mediaResolution", "generationConfig.enableEnhancedCivicAnswers"),
-            )
-        }
+        "google_generate_content": _unchanged(
+            "labels modelArmorConfig safetySettings serviceTier generationConfig.mediaResolution "
+            "generationConfig.enableEnhancedCivicAnswers"
+        )
     },
 }
 """Fields that are passed on: provider -> dialect -> the client's field -> the provider's field."""
@@ -54,18 +46,20 @@ PASSED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 PASSED_BETAS: Mapping[str, frozenset[str]] = {
     "openai": frozenset(),
     "anthropic": frozenset(
-        f"anthropic-beta: {name}"
-        for name in (
-            *("context-1m-2025-08-07", "extended-cache-ttl-2025-04-11", "fast-mode-2026-02-01"),
-            *("interleaved-thinking-2025-05-14", "model-context-window-exceeded-2025-08-26", "output-128k-2025-02-19"),
-            *(
-                "output-300k-2026-03-24",
-                "pdfs-2024-09-25",
-                "prompt-caching-2024-07-31",
-                "structured-outputs-2025-11-13",
-            ),
-            *("thinking-token-count-2026-05-13", "token-efficient-tools-2025-02-19"),
-        )
+        {
+            "anthropic-beta: context-1m-2025-08-07",
+            "anthropic-beta: extended-cache-ttl-2025-04-11",
+            "anthropic-beta: fast-mode-2026-02-01",
+            "anthropic-beta: interleaved-thinking-2025-05-14",
+            "anthropic-beta: model-context-window-exceeded-2025-08-26",
+            "anthropic-beta: output-128k-2025-02-19",
+            "anthropic-beta: output-300k-2026-03-24",
+            "anthropic-beta: pdfs-2024-09-25",
+            "anthropic-beta: prompt-caching-2024-07-31",
+            "anthropic-beta: structured-outputs-2025-11-13",
+            "anthropic-beta: thinking-token-count-2026-05-13",
+            "anthropic-beta: token-efficient-tools-2025-02-19",
+        }
     ),
     "google": frozenset(),
 }
@@ -73,21 +67,24 @@ PASSED_BETAS: Mapping[str, frozenset[str]] = {
 and of `PASSED`, and runs no tools at the provider.
 Source: the values of `AnthropicBetaParam` in Anthropic's SDK."""
 
+_COMMON_SAMPLING = frozenset(
+    {"temperature", "top_p", "max_tokens", "seed", "stop", "n", "presence_penalty", "frequency_penalty"}
+)
 SAMPLING: Mapping[str, frozenset[str]] = {
-    "openai": frozenset(
-        {"temperature", "top_p", "max_tokens", "seed", "stop", "n", "presence_penalty", "frequency_penalty"}
-        | {"logit_bias"}
-    ),
+    "openai": _COMMON_SAMPLING | {"logit_bias"},
     "anthropic": frozenset({"max_tokens", "stop"}),
-    "google": frozenset(
-        {"temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "n", "presence_penalty", "frequency_penalty"}
-    ),
+    "google": _COMMON_SAMPLING | {"top_k"},
 }
 """Sampling parameters that each provider's API has."""
 REFUSED_SAMPLING = frozenset({"n", "logit_bias"})
 """A request that sets one of these is refused if the provider has no such parameter: without it, the answer would not
 be the one that the client asked for."""
-NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0} | {
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "n": 1,
     "logprobs": False,
@@ -97,7 +94,7 @@ NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "p
 """For each parameter, the value with which it has no effect."""
 
 
-def set_sampling(sampling: Sampling) -> dict[str, object]:
+def effective_sampling(sampling: Sampling) -> dict[str, object]:
     """Return the sampling parameters that are set and have an effect, with their values."""
     names = Sampling.__dataclass_fields__
     values = {name: getattr(sampling, name) for name in names}
@@ -106,7 +103,7 @@ def set_sampling(sampling: Sampling) -> dict[str, object]:
 
 def refuse_sampling(sampling: Sampling, provider: str) -> None:
     """Raise RequestError if the request sets a parameter of `REFUSED_SAMPLING` that the provider does not have."""
-    for name in sorted((REFUSED_SAMPLING & set_sampling(sampling).keys()) - SAMPLING[provider]):
+    for name in sorted((REFUSED_SAMPLING & effective_sampling(sampling).keys()) - SAMPLING[provider]):
         text = f"'{name}' is not supported here: {provider} has no such parameter."
         raise RequestError(text, param=name, code="unsupported_parameter")
 
@@ -129,7 +126,7 @@ def passed_betas(request: EngineRequest, provider: str) -> tuple[str, ...]:
 
 def not_carried(request: EngineRequest, provider: str) -> tuple[str, ...]:
     """Return the names of the request's options that are not passed to the provider, in alphabetical order."""
-    missing = {name for name in set_sampling(request.sampling) if name not in SAMPLING[provider]}
+    missing = {name for name in effective_sampling(request.sampling) if name not in SAMPLING[provider]}
     if isinstance(request, ChatRequest):
         options = request.options
         if options is not None:

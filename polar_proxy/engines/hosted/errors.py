@@ -27,7 +27,6 @@ _STATUS_OF_TYPE = {
 """The HTTP status of each error type of Anthropic. Needed for an error inside a stream, which comes without a
 status."""
 _DELAY = re.compile(r"(\d+(?:\.\d+)?)s")
-_COMPATIBLE = "Is this the root of the provider's API?"
 
 
 def hosted_error(body: Any, status: int, name: str) -> PolarError:
@@ -45,7 +44,7 @@ def hosted_error(body: Any, status: int, name: str) -> PolarError:
     if status in (401, 403):
         return EngineError(f"{name} refused the API key it was given ({status}): {text} Set the engine's API key.")
     if status == 404 and not error:
-        return EngineError(f"{name} does not have this route (404 {text}). {_COMPATIBLE}")
+        return EngineError(f"{name} does not have this route (404 {text}). Is this the root of the provider's API?")
     if 400 <= status < 500 and status not in (402, 408, 429):
         code = "context_length_exceeded" if _TOO_LONG.search(text) else code
         return RequestError(text, status=status, param=param if isinstance(param, str) else None, code=code)

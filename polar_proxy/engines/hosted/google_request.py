@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from polar_proxy.engines.base import enforced_format
 from polar_proxy.engines.hosted.carried import passed_fields, refuse_sampling
 from polar_proxy.engines.hosted.content import (
     TEXT_PARTS,
@@ -153,9 +154,9 @@ def _generation_config(request: ChatRequest, model: str) -> Json:
         "presencePenalty": sampling.presence_penalty or None,
         "frequencyPenalty": sampling.frequency_penalty or None,
     }
-    if request.response_format is not None and (not request.tools or request.tool_choice == "none"):
+    if (response_format := enforced_format(request)) is not None:
         config["responseMimeType"] = "application/json"
-        config["responseJsonSchema"] = schema_of(request.response_format)
+        config["responseJsonSchema"] = schema_of(response_format)
     if request.options is not None:
         config["thinkingConfig"] = _thinking(request.options, model) or None
     return {name: value for name, value in config.items() if value is not None}

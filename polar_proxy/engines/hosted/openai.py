@@ -2,7 +2,7 @@
 
 A parameter is sent only if the client set it and OpenAI documents it, because strict APIs refuse a request that has an
 unknown field. Options that steer OpenAI's own service (`carried.py`) go to OpenAI's and Azure's hosts only. Some APIs
-need a field of `_ALTERNATIVES`. The engine sends requests without these fields at first. If an API refuses a request
+need a field of `_FALLBACK_FIELDS`. The engine sends requests without these fields at first. If an API refuses a request
 and names such a field, the engine repeats the request with the field, and uses the field from then on.
 
 On this route, OpenAI's models do not return their reasoning. They return only the number of reasoning tokens.
@@ -10,6 +10,7 @@ On this route, OpenAI's models do not return their reasoning. They return only t
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import ClassVar
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ OPENAI_URL = "https://api.openai.com/v1"
 _OWN_HOSTS = ("api.openai.com", ".openai.azure.com")
 _LENGTH_FIELDS = ("context_length", "context_window", "max_context_length", "max_model_len")
 _SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
-_ALTERNATIVES = ("max_completion_tokens", "reasoning_content")
+_FALLBACK_FIELDS = ("max_completion_tokens", "reasoning_content")
 """Fields that are sent only after a refusal has named them. OpenAI's reasoning models accept the token limit only as
 `max_completion_tokens`; some models require the reasoning of earlier answers, in a field that most APIs do not know."""
 
@@ -56,8 +57,8 @@ class OpenAIEngine(HostedEngine):
         self._root = "/v1" if url.rstrip("/").endswith("/v1") or not parts.path.strip("/") else ""
         self._official = (parts.hostname or "").endswith(_OWN_HOSTS) if official is None else official
         self._requested_model = model
-        self._alternatives: set[str] = set()
-        """The members of `_ALTERNATIVES` that this API was found to need."""
+        self._fallback_fields: set[str] = set()
+        """The members of `_FALLBACK_FIELDS` that this API was found to need."""
 
     async def _connect(self) -> EngineInfo:
         served = await self._list_models()
@@ -99,31 +100,28 @@ class OpenAIEngine(HostedEngine):
         return ChunkDecoder(request.sampling, self.client.name, expect_ids=False)
 
     async def _start(self, request: EngineRequest, stream: bool) -> HttpResponse:
-        """Send the request. If the API's refusal names a field of `_ALTERNATIVES` that the request did not use, send
+        """Send the request. If the API's refusal names a field of `_FALLBACK_FIELDS` that the request did not use, send
         the request again with this field, and use the field in all later requests."""
-        used = set(self._alternatives)  # a copy, because requests in flight at the same time extend the set
+        used = set(self._fallback_fields)  # a copy, because requests in flight at the same time extend the set
         while True:
-            path, body = await self.client.thread.run(request.large, self._body, request, stream, used)
+            path, body = await self.client.thread.run(request.large, self._encode, request, stream, used)
             try:
                 return await self.client.post(path, body, large=request.large)
             except RequestError as error:
-                named = {name for name in _ALTERNATIVES if name in str(error)} - used
+                named = {name for name in _FALLBACK_FIELDS if name in str(error)} - used
                 if not named or error.code == "context_length_exceeded":
                     raise
                 used |= named
-                self._alternatives |= named
+                self._fallback_fields |= named
 
-    def _encode(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
-        return self._body(request, stream, self._alternatives)
-
-    def _body(self, request: EngineRequest, stream: bool, alternatives: set[str]) -> tuple[str, Json]:
-        """Return the path and the body, with the fields of `_ALTERNATIVES` that `alternatives` names."""
+    def _encode(self, request: EngineRequest, stream: bool, fallbacks: Set[str] = frozenset()) -> tuple[str, Json]:
+        """Return the path and the body, with the fields of `_FALLBACK_FIELDS` that `fallbacks` names."""
         body = {"model": self.info.model, **sampling_fields(request.sampling, _SAMPLING, stream=stream)}
-        if "max_tokens" in body and "max_completion_tokens" in alternatives:
+        if "max_tokens" in body and "max_completion_tokens" in fallbacks:
             body["max_completion_tokens"] = body.pop("max_tokens")
         if isinstance(request, TextRequest):
             if not isinstance(request.prompt, str):
                 raise RequestError(f"{self.client.name} does not accept token ids.", param="prompt")
             return f"{self._root}/completions", {**body, "prompt": request.prompt}
-        fields = chat_fields(request, reasoning="reasoning_content" in alternatives, official=self._official)
+        fields = chat_fields(request, reasoning="reasoning_content" in fallbacks, official=self._official)
         return f"{self._root}/chat/completions", {**body, **fields}

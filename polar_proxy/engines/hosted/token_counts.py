@@ -34,12 +34,12 @@ class TokenCounter:
         self._encodings: dict[str, tiktoken.Encoding | None] = {}
         """Encoding by model; None if tiktoken does not know the model or cannot load its vocabulary."""
 
-    def count(self, model: str, text: str) -> tuple[int, bool]:
-        """Return the number of tokens, and whether tiktoken counted them (False: estimated from the bytes)."""
+    def count(self, model: str, text: str) -> int:
+        """Return the number of tokens, as tiktoken counts them or else estimated from the bytes."""
         encoding = self._encoding(model)
         if encoding is None:
-            return -(-len(text.encode()) // BYTES_PER_TOKEN), False
-        return len(encoding.encode(text, disallowed_special=())), True
+            return -(-len(text.encode()) // BYTES_PER_TOKEN)
+        return len(encoding.encode(text, disallowed_special=()))
 
     def split(self, model: str, text: str) -> list[str] | None:
         """Return the text of each token, in order; None if the model's encoding is not known."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from math import exp, log, nan
-from typing import Any
+from typing import Any, ClassVar
 
-from polar_proxy.engines.base import uses_tools
+from polar_proxy.engines.base import GREEDY_BELOW, uses_tools
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK
 from polar_proxy.engines.openai_client import OpenAIClient, server_message
 from polar_proxy.engines.openai_stream import SseDecoder, api_error
@@ -18,7 +18,6 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Json, Sampling, TopLogprob
 
 COMPLETION = "/completion"
-GREEDY_BELOW = 1e-5
 _SEEDS = 2**32 - 1
 """Seeds are sent modulo this number, because llama-server chooses a random seed if the number itself is sent."""
 _FORCED = 1e4
@@ -36,10 +35,10 @@ class Vocabulary:
     def __init__(self, rows: Sequence[Json]) -> None:
         """`rows`: a whole next-token distribution as llama-server reports it, one row for each token."""
         self.size = len(rows)
-        self.data = {row["id"]: bytes(row["bytes"]) for row in rows if row["bytes"]}
-        """Token id -> the bytes of its text, which may be an incomplete UTF-8 character."""
+        self.token_bytes = {row["id"]: bytes(row["bytes"]) for row in rows if row["bytes"]}
+        """The bytes of each token's text, which may be an incomplete UTF-8 character."""
         self._by_text: dict[bytes, list[int]] = {}
-        for token_id, data in self.data.items():
+        for token_id, data in self.token_bytes.items():
             self._by_text.setdefault(data, []).append(token_id)
 
     def spellings(self, text: bytes, count: int) -> list[list[int]]:
@@ -57,6 +56,8 @@ class Vocabulary:
 class LlamaCppClient(OpenAIClient):
     """A client of one llama-server. Each request opens a new connection, because the server closes a connection without
     notice after a stream."""
+
+    missing_field_hint: ClassVar[str] = " Is it a llama-server?"
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         super().__init__(url, api_key, keep_alive=False)
@@ -112,16 +113,6 @@ class LlamaCppClient(OpenAIClient):
         finally:
             response.close()
         raise EngineError(f"{self.name} broke off in the middle of its answer.")
-
-    async def vocabulary(self, prompt: Sequence[int], end: int) -> Vocabulary:
-        return Vocabulary(await self.next_tokens(prompt, end))
-
-    def field(self, answer: Any, name: str) -> Any:
-        """Return a field of an answer. Raises EngineError if it is missing."""
-        value = answer.get(name) if isinstance(answer, dict) else None
-        if value is None:
-            raise EngineError(f"{self.name} sent an answer without {name!r}. Is it a llama-server?")
-        return value
 
 
 def sampled_logprob(rows: Sequence[Json], token: int, sampling: Sampling) -> float:

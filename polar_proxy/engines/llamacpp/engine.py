@@ -23,7 +23,7 @@ from functools import partial
 from math import nan
 
 from polar_proxy.engines.base import CannotContinueError, ExactPrompt, uses_tools
-from polar_proxy.engines.hermes import HermesParser, reasoning_kind
+from polar_proxy.engines.hermes import PROMPT_TAIL, HermesParser, reasoning_kind
 from polar_proxy.engines.llamacpp.client import (
     LlamaCppClient,
     StreamedToken,
@@ -41,8 +41,6 @@ from polar_proxy.engines.stop_strings import StopStrings
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, Sampling, TokenIds
 
-_PROMPT_TAIL = 16
-"""Number of tokens at the end of a prompt that are searched for an open reasoning tag."""
 _UNKNOWN = StreamedToken(UNKNOWN_ID, nan)
 _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 
@@ -83,7 +81,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
     async def _connect(self) -> EngineInfo:
         self._model = await probe_server(self.client, self._requested_model)
         if self._model.template is not None:
-            self._local = await LocalRenderer.find(self._model.template, self._render_text, str)
+            self._local = await LocalRenderer.find(self._model.template, self.client.apply_template, str)
         return self._model.info
 
     @property
@@ -98,9 +96,6 @@ class LlamaCppEngine(LocallyRenderingEngine):
 
     # Rendering
 
-    async def _render_text(self, request: ChatRequest, *, generation: bool = True) -> str:
-        return await self.client.apply_template(request, generation=generation)
-
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         (text,) = await self.render_texts([request], generation=generation)
         return await self.client.tokenize(text, add_special=True)
@@ -109,7 +104,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
         return await super().render_texts(list(map(_with_used_tools, requests)), generation=generation)
 
     async def _texts_of_server(self, requests: Sequence[ChatRequest], generation: bool) -> list[str]:
-        return [await self._render_text(request, generation=generation) for request in requests]
+        return [await self.client.apply_template(request, generation=generation) for request in requests]
 
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
         return await super().confirm_rendering(_with_used_tools(request), end)
@@ -155,7 +150,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
     async def _parser_factory(self, request: EngineRequest, prompt: Sequence[int]) -> Callable[[], HermesParser] | None:
         if not isinstance(request, ChatRequest):
             return None
-        reasoning = reasoning_kind(self.model.template_source, await self.decode(prompt[-_PROMPT_TAIL:]))
+        reasoning = reasoning_kind(self.model.template_source, await self.decode(prompt[-PROMPT_TAIL:]))
         return partial(HermesParser, tools=uses_tools(request), reasoning=reasoning)
 
     def _check(self, request: EngineRequest, ids: Sequence[int]) -> None:
@@ -204,13 +199,11 @@ class LlamaCppEngine(LocallyRenderingEngine):
                 token = streamed_token(chunk, answer.sampling.top_logprobs, self.client.name)
                 missing = chunk["tokens_predicted"] - (len(answer.ids) - before) - (token is not None)
                 spelling = self._spelling(answer, missing, token, chunk) if token is not None and missing else None
-                if token is None or spelling is None:
-                    tokens = [_UNKNOWN] * missing + ([token] if token else [])
-                    yield self._event(answer, tokens, chunk)
-                    if answer.finished:
-                        return
-                else:
+                if token is not None and spelling is not None:
                     break
+                yield self._event(answer, [_UNKNOWN] * missing + ([token] if token else []), chunk)
+                if answer.finished:
+                    return
             else:
                 raise AssertionError("unreachable: the last chunk finishes the answer")
         tokens = [*await self._recovered(answer, spelling, chunk), token]
@@ -223,7 +216,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
 
         `missing`: the number of missing tokens. Their text and that of `token` together are the chunk's text.
         """
-        text, last = chunk["content"].encode(), self.model.vocabulary.data.get(token.token_id, b"")
+        text, last = chunk["content"].encode(), self.model.vocabulary.token_bytes.get(token.token_id, b"")
         if UNKNOWN_ID in answer.ids or "\ufffd" in chunk["content"] or not text.endswith(last):
             return None  # U+FFFD stands for any bytes that are no character
         spellings = self.model.vocabulary.spellings(text[: len(text) - len(last)], missing)
@@ -259,7 +252,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
             finish, stopped = _FINISH[chunk["stop_type"]], chunk["stopping_word"] or None
         elif full:
             finish = "length"
-        if finish is not None and answer.stops.stopped_at is None:
+        if finish is not None:
             text += answer.stops.close()
         answer.finished = finish is not None
         shown = answer.sampling.logprobs or answer.sampling.top_logprobs
@@ -301,9 +294,6 @@ class LlamaCppEngine(LocallyRenderingEngine):
         if token not in [row["id"] for row in entry["top_logprobs"]]:
             known.append(entry["logprob"])
         return at_temperature(entry["logprob"], known, temperature)
-
-    async def health(self) -> str | None:
-        return await self.client.health()
 
 
 def _with_used_tools(request: ChatRequest) -> ChatRequest:

@@ -88,7 +88,7 @@ async def probe_server(client: LlamaCppClient, model: str | None) -> LlamaServer
         eos_token_ids=ends,
         precision=props.get("model_ftype"),
     )
-    vocabulary = await client.vocabulary(prompt, ends[0])
+    vocabulary = Vocabulary(await client.next_tokens(prompt, ends[0]))
     return LlamaServerModel(info, source, _compiled(source, props), vocabulary, problem)
 
 

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoTokenizer
 
 from polar_proxy.engines.base import Engine, ExactPrompt, uses_tools
-from polar_proxy.engines.hermes import HermesParser
+from polar_proxy.engines.hermes import PROMPT_TAIL, HermesParser
 from polar_proxy.engines.local.grammar import GrammarCompiler
 from polar_proxy.engines.local.model import ModelRunner
 from polar_proxy.engines.local.sampling import SequenceSampler, resolve
@@ -28,9 +28,6 @@ from polar_proxy.engines.local.scheduler import BatchScheduler, Generation
 from polar_proxy.engines.local.tokenizer import ChatTokenizer
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent, TextRequest
-
-_PROMPT_TAIL = 16
-"""Number of tokens at the end of an exact prompt that are searched for an open reasoning tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +163,7 @@ class LocalEngine(Engine):
                 ids = model.tokenizer.encode(text)
             else:
                 ids = prompt.token_ids.tolist()
-                text = model.tokenizer.decode(ids[-_PROMPT_TAIL:])
+                text = model.tokenizer.decode(ids[-PROMPT_TAIL:])
             reasoning = model.tokenizer.reasoning(text)
             parsers = [HermesParser(tools=uses_tools(request), reasoning=reasoning) for _ in range(sampling.n)]
             new_mask = model.grammars.for_request(request, reasoning)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from polar_proxy.engines.base import GREEDY_BELOW
 from polar_proxy.engines.local.grammar import GrammarMask
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Sampling
 
-GREEDY_BELOW = 1e-5
 MAX_TOP_LOGPROBS = 50
 
 

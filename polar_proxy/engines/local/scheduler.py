@@ -52,7 +52,7 @@ class Generation:
     results: asyncio.Queue[SampleEvent | EngineError] = field(default_factory=asyncio.Queue)
     """One event with raw text for each token, or an error, which ends the answer. Used on the event loop only."""
     cancelled: bool = False
-    announced: bool = False
+    prompt_reported: bool = False
     """True if the first event, with the prompt's ids, was delivered."""
 
 
@@ -203,7 +203,10 @@ class BatchScheduler:
             if not unready:
                 return
             sequence = min(unready, key=lambda sequence: sequence.unread)
-            kv = self._kv_of(sequence)
+            kv = sequence.kv
+            if kv is None:
+                kv = self._allocate_kv(sequence)
+                self._report_prompt(sequence)
             start = sequence.kv_length
             chunk = sequence.tokens[start : min(sequence.count - 1, start + budget)]
             if len(chunk):
@@ -211,11 +214,9 @@ class BatchScheduler:
                 sequence.kv_length += len(chunk)
                 budget -= len(chunk)
 
-    def _kv_of(self, sequence: SequenceState) -> torch.Tensor:
-        """Return the KV buffer of a sequence. A new buffer begins with a copy of the longest common prefix that the
-        cache or a running sequence has."""
-        if sequence.kv is not None:
-            return sequence.kv
+    def _allocate_kv(self, sequence: SequenceState) -> torch.Tensor:
+        """Give a sequence a KV buffer, which begins with a copy of the longest common prefix that the cache or a
+        running sequence has, and return the buffer."""
         wanted = sequence.tokens[: sequence.count - 1]
         length, source = self._prefixes.find(wanted)
         for other in self._active:
@@ -226,12 +227,15 @@ class BatchScheduler:
         if source is not None:
             kv[..., :length, :] = source[..., :length, :]
             sequence.kv_length = length
-        generation = sequence.generation
-        if not generation.announced:
-            generation.announced = True
-            event = SampleEvent(prompt_ids=generation.prompt.tolist(), cached_tokens=length)
-            self._results.append((generation, event))
         return kv
+
+    def _report_prompt(self, sequence: SequenceState) -> None:
+        """Report the prompt's ids and the number of cached ones, unless another choice of the generation did."""
+        generation = sequence.generation
+        if not generation.prompt_reported:
+            generation.prompt_reported = True
+            event = SampleEvent(prompt_ids=generation.prompt.tolist(), cached_tokens=sequence.kv_length)
+            self._results.append((generation, event))
 
     def _decode(self) -> None:
         """Pass the last token of each prefilled sequence through the model, and sample the next one."""
@@ -248,7 +252,8 @@ class BatchScheduler:
 
     def _room_for_one(self, sequence: SequenceState) -> torch.Tensor:
         """Return the KV buffer of a sequence, with room for at least one more token. A full buffer is doubled first."""
-        kv = self._kv_of(sequence)
+        kv = sequence.kv
+        assert kv is not None
         capacity = kv.shape[-2]
         if sequence.kv_length == capacity:
             sequence.kv = self._runner.new_kv(2 * capacity)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import orjson
 
 from polar_proxy.engines.hosted.anthropic import MessageDecoder
+from polar_proxy.engines.hosted.base import HostedDecoder
 from polar_proxy.engines.hosted.google import ContentDecoder
 from polar_proxy.engines.openai_client import AnswerDecoder
 from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder, parse_json
@@ -110,7 +111,7 @@ class BodyReader:
         return found
 
 
-class ResponseDecoder:
+class ResponseDecoder(HostedDecoder):
     """Turns a response object of the Responses API, or the events of its stream, into `SampleEvent`s.
 
     Text becomes events as it arrives. Reasoning and tool calls become one event at the end, because they are read from
@@ -118,33 +119,27 @@ class ResponseDecoder:
     """
 
     def __init__(self, name: str, read_items: Callable[[list[Json]], Sequence[Message]]) -> None:
-        self._name = name
+        super().__init__(name)
         self._read_items = read_items
         self._items: dict[int, Json] = {}
         self._response: Json | None = None
-        self._text = False
+        self._text_sent = False
 
-    def feed(self, chunks: Iterable[Json]) -> list[SampleEvent]:
-        try:
-            return [event for chunk in chunks if (event := self._event(chunk)) is not None]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._name} sent an answer in an unknown format: {error!r}.") from error
-
-    def _event(self, chunk: Json) -> SampleEvent | None:
+    def events(self, chunk: Json) -> list[SampleEvent]:
         kind = chunk.get("type")
         if kind == "response.output_text.delta":
-            self._text = True
-            return SampleEvent(text=chunk["delta"])
+            self._text_sent = True
+            return [SampleEvent(text=chunk["delta"])]
         if kind == "response.created":
-            return SampleEvent(response_id=_response_id(chunk.get("response", {})))
+            return [SampleEvent(response_id=_response_id(chunk.get("response", {})))]
         if kind == "response.output_item.done":
             self._items[chunk["output_index"]] = chunk["item"]
         elif kind in ("response.completed", "response.incomplete"):
             self._response = chunk["response"]
         elif chunk.get("object") == "response":
             self._response = chunk
-            return SampleEvent(response_id=_response_id(chunk))
-        return None
+            return [SampleEvent(response_id=_response_id(chunk))]
+        return []
 
     def end(self) -> list[SampleEvent]:
         response = self._response
@@ -163,7 +158,7 @@ class ResponseDecoder:
             raise EngineError(f"{self._name} sent an answer that Polar cannot read: {error}") from error
         answers = [message for message in messages if message.role == "assistant"]
         calls = [call for message in answers for call in message.tool_calls]
-        text = "" if self._text else "".join(str(message.content or "") for message in answers)
+        text = "" if self._text_sent else "".join(str(message.content or "") for message in answers)
         deltas = (ToolDelta(index, call.id, call.name, call.arguments) for index, call in enumerate(calls))
         cut = (response.get("incomplete_details") or {}).get("reason")
         finish = {"max_output_tokens": "length", "content_filter": "content_filter"}.get(str(cut))

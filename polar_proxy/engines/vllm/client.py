@@ -139,13 +139,6 @@ class VllmClient(OpenAIClient):
         text = await self.read(response)
         return parse_load(text.decode(errors="replace")) if response.status == 200 else None
 
-    def field(self, answer: Any, name: str) -> Any:
-        """Return a field of an answer. Raises EngineError if it is missing."""
-        value = answer.get(name) if isinstance(answer, dict) else None
-        if value is None:
-            raise EngineError(f"{self.name} sent an answer without {name!r}.")
-        return value
-
 
 async def unless_refused(call: Awaitable[T]) -> T | None:
     """Await `call` and return its result, or None if it raises a PolarError.
@@ -243,7 +236,7 @@ def chat_body(request: ChatRequest, *, stream: bool) -> Json:
     constrain the whole answer and forbid tool calls. `parallel_tool_calls` is left out, because vLLM would obey it by
     hiding calls that were sampled, or by a grammar. The gateway limits the calls instead (`one_call.py`).
     """
-    body = _sampling_body(request.sampling, stream) | _conversation(request)
+    body = _sampling_body(request.sampling, stream) | conversation_fields(request)
     body["logprobs"] = True
     if request.sampling.top_logprobs:
         body["top_logprobs"] = request.sampling.top_logprobs
@@ -257,10 +250,11 @@ def chat_body(request: ChatRequest, *, stream: bool) -> Json:
 def render_body(request: ChatRequest, *, generation: bool = True) -> Json:
     """Return the body for `/tokenize` that renders a conversation; `generation` includes the tokens that open the
     answer."""
-    return {**_conversation(request), "add_generation_prompt": generation}
+    return {**conversation_fields(request), "add_generation_prompt": generation}
 
 
-def _conversation(request: ChatRequest) -> Json:
+def conversation_fields(request: ChatRequest) -> Json:
+    """Return the messages, tools and template options as fields of a request body."""
     body: Json = {"messages": [server_message(message) for message in request.messages]}
     if request.tools:
         body["tools"] = list(request.tools)

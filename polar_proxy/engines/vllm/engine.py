@@ -90,14 +90,12 @@ class VllmEngine(LocallyRenderingEngine):
         Python of an environment with vLLM, by default that of the `vllm` command. `vllm_parsers` names the server's
         parsers as TOOL/REASONING."""
         self.client = VllmClient(url, api_key, model=model)
-        self._vllm_python = find_vllm_python(vllm_python)
-        self._parsers = read_parsers(vllm_parsers)
-        self._model_folder = model_folder
+        self._probe = ServerProbe(self.client, find_vllm_python(vllm_python), read_parsers(vllm_parsers), model_folder)
         self._weight_version: str | None = None
         self._weight_version_at = self._weights_changed_at = 0.0
 
     async def _connect(self) -> EngineInfo:
-        self._verified = await ServerProbe(self.client, self._vllm_python, self._parsers, self._model_folder).run()
+        self._verified = await self._probe.run()
         self._weight_version = self._server.weight_version
         self._weight_version_at = time.monotonic()
         await self._use_model_files()
@@ -107,8 +105,7 @@ class VllmEngine(LocallyRenderingEngine):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._verified is not None and isinstance(parsers := self._verified.parsers, ParserProofs):
-            await parsers.close()
+        await self._probe.close()
         await super().__aexit__(kind, error, trace)
 
     async def _use_model_files(self) -> None:
@@ -274,9 +271,6 @@ class VllmEngine(LocallyRenderingEngine):
         if "score" not in self.info.capabilities:
             raise RequestError(f"{self.client.name} does not return the log-probabilities of a prompt.")
         return await self.client.score(ids, temperature)
-
-    async def health(self) -> str | None:
-        return await self.client.health()
 
     async def load(self) -> EngineLoad | None:
         return await self.client.load()

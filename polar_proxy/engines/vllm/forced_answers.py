@@ -14,7 +14,6 @@ PLAIN = "Hello there."
 ONE_CALL = CALL + '\n{"name": "look", "arguments": {"path": "a"}}\n' + END_CALL
 EMPTY_CALL = CALL + '\n{"name": "look", "arguments": {}}\n' + END_CALL
 AWKWARD_CALL = CALL + '\n{"name": "look", "arguments": {"b" : true,"p":"a\\u00e9 é", "e":[ ]}}\n' + END_CALL
-TEXTS = {"plain text": PLAIN}
 CALL_TEXTS = {
     "text and a call": f"I look.\n{ONE_CALL}",
     "two calls": f"{EMPTY_CALL}\n{EMPTY_CALL}",
@@ -61,7 +60,7 @@ class ForcedAnswer:
     """How many ids of `sampled` each chunk of the server's stream had. Some parsers parse the same ids differently if
     they come in other chunks."""
     prompt: tuple[int, ...] = ()
-    own: bool = False
+    contains_call: bool = False
     """True if a tool call was sampled in the template's format. Also true if the chat route parsed a tool call, because
     a grammar of the server may force tool calls into another format."""
     cut: bool = False
@@ -82,7 +81,7 @@ class ForcedAnswer:
             "ids": self.sampled,
             "chunks": self.chunks,
             "raw_finish": self.raw_finish,
-            "own": self.own,
+            "contains_call": self.contains_call,
             **content,
         }
 
@@ -111,8 +110,7 @@ def matching_reasoning_mode(answers: Sequence[ForcedAnswer], *, tools: bool) -> 
 
 
 def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> ParsedAnswer:
-    finish = "length" if answer.parsed.finish == "length" else "stop"
-    event = SampleEvent(text=answer.text, finish_reason=finish)
+    event = SampleEvent(text=answer.text, finish_reason=answer.raw_finish)
     return ParsedAnswer.of([HermesParser(tools=tools, reasoning=mode).parse(event)])
 
 

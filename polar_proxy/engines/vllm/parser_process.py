@@ -149,7 +149,8 @@ class ParserProcess:
         return stream
 
     async def feed(self, stream: ParsedStream, index: int, token_ids: Sequence[int], finish: str | None) -> Json:
-        self._check(stream)
+        if stream.start != self.starts or self._process is None:
+            raise EngineError(f"The process with vLLM's parsers ended while it read this answer.{self._tail()}")
         line = {"op": "feed", "answer": stream.number, "index": index, "ids": list(token_ids), "finish": finish}
         return await self._ask(line)
 
@@ -158,10 +159,6 @@ class ParserProcess:
         if stream.start == self.starts and self._process is not None:
             self._open -= 1
             self._send({"op": "close", "answer": stream.number})
-
-    def _check(self, stream: ParsedStream) -> None:
-        if stream.start != self.starts or self._process is None:
-            raise EngineError(f"The process with vLLM's parsers ended while it read this answer.{self._tail()}")
 
     # The process
 

@@ -1,9 +1,9 @@
 """Prove that Polar parses answers as the server's own chat route does: make the server sample given texts, and compare.
 
-The answers are plain text, reasoning, tool calls in the template's own format (`own_forms.py`), Hermes calls, awkward
-JSON, ... The chat route's result for each is compared with a parser's result for the same ids. Only a parser that
-agreed on all of them is used to continue conversations from exact ids. White space around text and reasoning is not
-compared.
+The answers are plain text, reasoning, tool calls in the template's own format (`target_answers.py`), Hermes calls,
+awkward JSON, ... The chat route's result for each is compared with a parser's result for the same ids. Only a parser
+that agreed on all of them is used to continue conversations from exact ids. White space around text and reasoning is
+not compared.
 
 These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
@@ -25,7 +25,6 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,20 +50,20 @@ from polar_proxy.engines.vllm.forced_answers import (
     matching_reasoning_mode,
     unforced,
 )
-from polar_proxy.engines.vllm.forced_sampling import ForcedSampling
-from polar_proxy.engines.vllm.own_forms import (
+from polar_proxy.engines.vllm.forced_sampling import ForcedSampling, encode_tags
+from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
+from polar_proxy.engines.vllm.target_answers import (
     TOOL,
     USER,
     Conversation,
-    OwnForm,
+    TargetAnswer,
     after_call,
     after_reasoning,
     call_turn,
-    reasoning_end,
+    find_end_of_reasoning,
 )
-from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.types import ChatRequest, Json, SampleEvent, TokenIds
+from polar_proxy.types import ChatRequest, SampleEvent, TokenIds
 
 _TAIL_TOKENS = 16
 _KEPT_CONFIGS = 32
@@ -90,21 +89,21 @@ class ParserProofs:
         self,
         client: VllmClient,
         *,
-        end: int,
+        end_of_turn: int,
         tools: bool,
         process: ParserProcess | None = None,
         parsers: Parsers | None = None,
         adds_grammar: bool = False,
     ) -> None:
-        """`end` is the end-of-turn token; `tools` says that the server accepts `tool_choice: auto`; `process` runs
-        vLLM's parsers, if there is one; `parsers` are the server's, if they are known; `adds_grammar` says that the
-        server was seen to sample requests with tools under a grammar of its own."""
+        """`tools` says that the server accepts `tool_choice: auto`; `process` runs vLLM's parsers, if there is one;
+        `parsers` are the server's, if they are known; `adds_grammar` says that the server was seen to sample requests
+        with tools under a grammar of its own."""
         self._client = client
         self.process = process
         self._parsers = parsers
-        self._end = end
+        self._end_of_turn = end_of_turn
         self._tools = tools
-        self._sampling = ForcedSampling(client, end=end, tools=tools)
+        self._tags: Mapping[str, tuple[int, ...]] = {}
         self._proved: dict[bytes, ParserConfig | CannotContinueError] = {}
         self.adds_grammar = adds_grammar
         """Whether the server samples requests with tools under a grammar of its own. A proof sets this to True if the
@@ -117,7 +116,7 @@ class ParserProofs:
         Raises CannotContinueError if no parser was verified for such an answer.
         """
         config = await self.prove(options)
-        if config.kind == "hermes" and (tail := self.tail(prompt)) != config.tail:
+        if config.kind == "hermes" and (tail := self._tail(prompt)) != config.tail:
             raise CannotContinueError(
                 f"at the end of this prompt, reasoning is {tail!r}, but Polar's answer parser was verified only for "
                 f"prompts where it is {config.tail!r} (open: the answer begins inside reasoning; closed: reasoning has "
@@ -136,7 +135,7 @@ class ParserProofs:
         for options in (request.template_kwargs, {}):
             config = self._proved.get(_key(options))
             if isinstance(config, ParserConfig) and config.kind == "process":
-                return await self._has_grammar(config.parsers, parser_request(self._client.model, request))
+                return await self._has_grammar(config.parsers, request)
         return uses_tools(request) and (self.adds_grammar or has_strict_tool(request))
 
     async def enforces_calls(self) -> bool:
@@ -145,11 +144,7 @@ class ParserProofs:
         if not isinstance(config, ParserConfig) or config.kind != "process":
             return True
         demanding = ChatRequest("", (), tools=(TOOL,), tool_choice="required")
-        return await self._has_grammar(config.parsers, parser_request(self._client.model, demanding))
-
-    async def close(self) -> None:
-        if self.process is not None:
-            await self.process.stop()
+        return await self._has_grammar(config.parsers, demanding)
 
     async def prove(self, options: Mapping[str, Any]) -> ParserConfig:
         """Return how this server's answers are parsed under these template options.
@@ -170,7 +165,7 @@ class ParserProofs:
 
     async def _try_to_prove(self, options: Mapping[str, Any]) -> ParserConfig | CannotContinueError:
         try:
-            return await self._prove({"chat_template_kwargs": dict(options)} if options else {})
+            return await self._prove(options)
         except CannotContinueError as error:
             return error
         except RequestError as error:
@@ -178,87 +173,101 @@ class ParserProofs:
         except EngineError as error:
             return CannotContinueError(f"its verification failed: {error}")
 
-    async def _prove(self, options: Json) -> ParserConfig:
-        await self._sampling.encode_tags()
-        frame = options | ({"tools": [TOOL]} if self._tools else {})
-        render = partial(self._sampling.render, frame=frame)
-        opened, bare = await asyncio.gather(render(USER, True), render(USER, False))
-        if opened[: len(bare)] != bare:
-            raise CannotContinueError("its template does not open an answer by appending tokens to the conversation.")
-        settings = [options, frame] if self._tools else [options]
-        conversations = [Conversation(USER, tuple(opened))]
-        later = after_call(USER)
-        if self._tools and (prompt := await unless_refused(render(later, True))) is not None:
-            conversations.append(Conversation(later, tuple(prompt), " after a tool call"))
-        call_problem, short, shown = await asyncio.gather(
-            self._call_form_problem(bare, frame),
-            asyncio.gather(*(self._sampling.short_answer(frame, conversation) for conversation in conversations)),
-            asyncio.gather(*map(self._sampling.special_answer, settings)),
+    async def _prove(self, options: Mapping[str, Any]) -> ParserConfig:
+        self._tags = self._tags or await encode_tags(self._client)
+        request = ChatRequest("", (), tools=(TOOL,) if self._tools else (), template_kwargs=options)
+        sampling = ForcedSampling(self._client, request, self._tags, end_of_turn=self._end_of_turn)
+        toolless = ForcedSampling(self._client, replace(request, tools=()), self._tags, end_of_turn=self._end_of_turn)
+        conversations = await self._conversations(sampling)
+        first = conversations[0]
+        call_problem, short, special = await asyncio.gather(
+            self._call_format_problem(sampling),
+            asyncio.gather(*map(sampling.short_answer, conversations)),
+            asyncio.gather(toolless.special_answer(first), sampling.special_answer(first)),
         )
         reasons = bool(short[0].parsed.reasoning) and not short[0].parsed.text
-        texts = await self._sampling.force_answers(frame, reasons)
+        texts = await sampling.force_answers(first, reasons)
         self.adds_grammar |= any(answer.parsed.calls for answer in texts if answer.wanted == PLAIN)
-        forced = [replace(answer, prompt=tuple(opened)) for answer in texts]
-        forced += [*short, *await self._sampling.force_own_forms(frame, conversations)]
-        answers, tags_show = await self._sampling.read_back(forced, opened)
+        written = await sampling.force_template_answers(conversations)
+        answers, tags_show = await sampling.read_back([*texts, *short, *written], first.prompt)
+        tail = self._tail(first.prompt)
+        mode, problem = self._hermes_mode(answers, reasons, tail, call_problem)
         # A parser needs to see the tags; apart from that, completions hide the same tokens as a chat.
-        special = [bool(answer.parsed.text or answer.parsed.reasoning) for answer in shown]
-        without_tools, with_tools = special[0] or not tags_show, special[-1] or not tags_show
-        tail = self.tail(opened)
-        # If the prompt has `<think>`, the penalty excludes another one, so that no answer begins with the tag.
-        optional = {IN_REASONING, *([TAGGED] if reasons and tail != "none" else [])}
-        problem = unforced(answers, optional) or call_problem
-        mode: Reasoning | None = None
-        if problem is None:
-            whole = [answer for answer in answers if not answer.cut and self.tail(answer.prompt) == tail]
-            mode, problem = matching_reasoning_mode(whole, tools=self._tools)
-        config = ParserConfig("hermes", mode or "off", self._tools, without_tools, with_tools, tail)
+        special_without_tools, special_with_tools = (
+            bool(answer.parsed.text or answer.parsed.reasoning) or not tags_show for answer in special
+        )
+        config = ParserConfig("hermes", mode or "off", self._tools, special_without_tools, special_with_tools, tail)
         if mode is not None and not self.adds_grammar:
             return config
-        own = [answer for answer in answers if answer.own and answer.raw_finish == "stop"]
-        if own and not any(answer.parsed.calls for answer in own):
+        self._require_recognised_call(answers, problem)
+        if not any(answer.parsed.reasoning for answer in answers):
+            reasoning = await sampling.open_reasoning(first)
+            answers += [] if reasoning is None else [reasoning]
+        answers.append(special[-1])
+        problems = [problem if mode is None else _OWN_GRAMMAR]
+        for find in (self._match_process, self._match_derender):
+            found = await find(config, answers, sampling, conversations)
+            if isinstance(found, ParserConfig) and not await self._misses_grammar(found, sampling.request):
+                return found
+            problems.append(found if isinstance(found, str) else _OWN_GRAMMAR)
+        raise CannotContinueError(" ".join([*filter(None, problems), REMEDY]))
+
+    async def _conversations(self, sampling: ForcedSampling) -> list[Conversation]:
+        """Return the conversations that the server is made to answer: a first message, and then a tool's result."""
+        opened, bare = await asyncio.gather(sampling.render(USER, True), sampling.render(USER, False))
+        if opened[: len(bare)] != bare:
+            raise CannotContinueError("its template does not open an answer by appending tokens to the conversation.")
+        conversations = [Conversation(USER, tuple(opened))]
+        later = after_call(USER)
+        if self._tools and (prompt := await unless_refused(sampling.render(later, True))) is not None:
+            conversations.append(Conversation(later, tuple(prompt), " after a tool call"))
+        return conversations
+
+    def _hermes_mode(
+        self, answers: list[ForcedAnswer], reasons: bool, tail: PromptTail, call_problem: str | None
+    ) -> tuple[Reasoning | None, str | None]:
+        """Return the reasoning mode in which the Hermes parser agrees with the chat route; if none, why not."""
+        # If the prompt has `<think>`, the penalty excludes another one, so that no answer begins with the tag.
+        optional = {IN_REASONING, *([TAGGED] if reasons and tail != "none" else [])}
+        if (problem := unforced(answers, optional) or call_problem) is not None:
+            return None, problem
+        whole = [answer for answer in answers if not answer.cut and self._tail(answer.prompt) == tail]
+        return matching_reasoning_mode(whole, tools=self._tools)
+
+    def _require_recognised_call(self, answers: list[ForcedAnswer], problem: str | None) -> None:
+        """Raise CannotContinueError if calls in the template's format were sampled, and the chat route parsed none."""
+        with_call = [answer for answer in answers if answer.contains_call and answer.raw_finish == "stop"]
+        if with_call and not any(answer.parsed.calls for answer in with_call):
             unrecognised = (
                 "The server's chat route did not recognise a tool call in the chat template's format. "
                 "Start vLLM with the --tool-call-parser of this model."
             )
             raise CannotContinueError(unrecognised if problem is None else f"{problem} {unrecognised}")
-        if not any(answer.parsed.reasoning for answer in answers):
-            reasoning = await self._sampling.open_reasoning(frame)
-            answers += [] if reasoning is None else [reasoning]
-        problems = [problem if mode is None else _OWN_GRAMMAR]
-        answers.append(replace(shown[-1], prompt=tuple(opened)))
-        for find in (self._match_process, self._match_derender):
-            found = await find(config, answers, frame, conversations)
-            if isinstance(found, ParserConfig) and not await self._misses_grammar(found, frame):
-                return found
-            problems.append(found if isinstance(found, str) else _OWN_GRAMMAR)
-        raise CannotContinueError(" ".join([*filter(None, problems), REMEDY]))
 
-    async def _misses_grammar(self, config: ParserConfig, frame: Json) -> bool:
+    async def _misses_grammar(self, config: ParserConfig, request: ChatRequest) -> bool:
         """Return whether the chat route adds a grammar that Polar cannot add itself with this configuration."""
         if not self.adds_grammar:
             return False
-        request = parser_request(self._client.model, _request(frame))
         return config.kind != "process" or not await self._has_grammar(config.parsers, request)
 
-    def tail(self, prompt: Sequence[int] | TokenIds) -> PromptTail:
+    def _tail(self, prompt: Sequence[int] | TokenIds) -> PromptTail:
         """Return `open` or `closed` if the tokens after a prompt's last turn open or close reasoning, else `none`."""
         near = tuple(int(token) for token in prompt[-_TAIL_TOKENS:])
-        near = near[last_position(near, (self._end,)) + 1 :]
-        places = {tag: last_position(near, self._sampling.tags[tag]) for tag in (THINK, END_THINK)}
+        near = near[last_position(near, (self._end_of_turn,)) + 1 :]
+        places = {tag: last_position(near, self._tags[tag]) for tag in (THINK, END_THINK)}
         if max(places.values()) < 0:
             return "none"
         return "open" if places[THINK] > places[END_THINK] else "closed"
 
-    async def _call_form_problem(self, bare: list[int], frame: Json) -> str | None:
+    async def _call_format_problem(self, sampling: ForcedSampling) -> str | None:
         """Return why the Hermes parser cannot read tool calls in the chat template's format, or None if it can.
 
-        The model is expected to write tool calls in that format. `bare`: the token ids of the conversation before the
-        assistant's message with the tool call.
+        The model is expected to write tool calls in that format.
         """
         if not self._tools:
             return None
-        whole = await self._sampling.render([*USER, call_turn([{"path": "a"}])], False, frame)
+        turn = call_turn([{"path": "a"}])
+        bare, whole = await asyncio.gather(sampling.render(USER, False), sampling.render([*USER, turn], False))
         written = await self._client.decode(whole[len(bare) :])
         parsed = HermesParser(tools=True).parse(SampleEvent(text=written))
         found = [(call.name, _parse_json(call.arguments)) for call in parsed.tool_calls]
@@ -267,7 +276,11 @@ class ParserProofs:
         return "The template writes tool calls in another format than Hermes."
 
     async def _match_process(
-        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, conversations: list[Conversation]
+        self,
+        config: ParserConfig,
+        answers: list[ForcedAnswer],
+        sampling: ForcedSampling,
+        conversations: list[Conversation],
     ) -> ParserConfig | str:
         """Return `config` with the only pair of vLLM's parsers that parses these answers as the chat route does.
 
@@ -275,20 +288,24 @@ class ParserProofs:
         """
         if self.process is None:
             return "vLLM's package was not found on this machine."
-        if self._tools and self._parsers is None and not any(answer.own and answer.parsed.calls for answer in answers):
+        if (
+            self._tools
+            and self._parsers is None
+            and not any(answer.contains_call and answer.parsed.calls for answer in answers)
+        ):
             return (
                 "The server could not be made to sample a tool call in the template's format, so it is unknown which "
                 "of vLLM's parsers it uses. Name them by the setting engine.vllm_parsers, as TOOL/REASONING."
             )
-        request = parser_request(self._client.model, _request(frame))
+        request = parser_request(self._client.model, sampling.request)
         try:
             await self.process.ensure_started()
-            tagged = await self._sampling.force_tags(self.process.reasoning_tags, frame)
-            answers = [*answers, *(replace(answer, prompt=conversations[0].prompt) for answer in tagged)]
+            tagged = await sampling.force_tags(self.process.reasoning_tags, conversations[0])
+            samples = [answer.to_sample() for answer in [*answers, *tagged]]
             given = None if self._parsers is None else [self._parsers]
-            found = await self.process.match(request, [answer.to_sample() for answer in answers], given)
+            found = await self.process.match(request, samples, given)
             if len(found) > 1:
-                found = await self._distinguish(found, answers, frame, conversations)
+                found = await self._distinguish(found, [*answers, *tagged], sampling, conversations)
         except EngineError as error:
             return str(error)
         if not found:
@@ -305,7 +322,11 @@ class ParserProofs:
         return replace(config, kind="process", parsers=found[0])
 
     async def _distinguish(
-        self, found: list[Parsers], answers: list[ForcedAnswer], frame: Json, conversations: list[Conversation]
+        self,
+        found: list[Parsers],
+        answers: list[ForcedAnswer],
+        sampling: ForcedSampling,
+        conversations: list[Conversation],
     ) -> list[Parsers]:
         """Return the pairs of parsers among `found` that also parse further answers as the server does.
 
@@ -314,23 +335,25 @@ class ParserProofs:
         answer that rules some of them out.
         """
         assert self.process is not None
-        request = parser_request(self._client.model, _request(frame))
-        end = await reasoning_end(self._client, partial(self._sampling.render, frame=frame), USER)
-        bodies = [after_reasoning(answer.ids, end) for answer in answers if self._end not in answer.ids]
+        request = parser_request(self._client.model, sampling.request)
+        end_of_reasoning = await find_end_of_reasoning(self._client, sampling.render, USER)
+        bodies = [
+            after_reasoning(answer.ids, end_of_reasoning) for answer in answers if self._end_of_turn not in answer.ids
+        ]
         plain = next(answer.ids for answer in answers if answer.wanted == PLAIN)
-        start = plain[: len(plain) - len(after_reasoning(plain, end))]
-        known = {"start": start, "bodies": bodies, "stop": self._end}
+        start = plain[: len(plain) - len(after_reasoning(plain, end_of_reasoning))]
+        known = {"start": start, "bodies": bodies, "stop": self._end_of_turn}
         prompts = [each.prompt for each in conversations]
 
         async def force(number: int, body: list[int]) -> ForcedAnswer | None:
-            form = OwnForm("an answer that parsers do not parse alike", tuple(body), ())
-            return await self._sampling.force_form(form, end, frame, conversations[number])
+            target = TargetAnswer("an answer that parsers do not parse alike", tuple(body))
+            return await sampling.force_target(target, end_of_reasoning, conversations[number])
 
         seed = in_vain = 0
         while len(found) > 1 and in_vain < _ROUNDS:
             differing = await self.process.distinguish(request, prompts, known, found, seed)
             if not differing:
-                return [await self._first_with_grammar(found, request)]
+                return [await self._first_with_grammar(found, sampling.request)]
             forced = await asyncio.gather(*(force(number, body) for number, body in differing))
             samples = [answer.to_sample() for answer in forced if answer is not None]
             left = await self.process.match(request, samples, found)
@@ -338,7 +361,7 @@ class ParserProofs:
             found, seed = left, seed + 1
         return found
 
-    async def _first_with_grammar(self, pairs: list[Parsers], request: Json) -> Parsers:
+    async def _first_with_grammar(self, pairs: list[Parsers], request: ChatRequest) -> Parsers:
         """Return the first pair of parsers with which vLLM constrains the answer by a grammar; else the first pair.
 
         Which of the pairs the server uses is not known. If the server uses a pair without a grammar, its answers are
@@ -350,14 +373,19 @@ class ParserProofs:
                 return pair
         return pairs[0]
 
-    async def _has_grammar(self, parsers: Parsers, request: Json) -> bool:
+    async def _has_grammar(self, parsers: Parsers, request: ChatRequest) -> bool:
         assert self.process is not None
-        stream = await self.process.open(parsers, request, [self._end])
+        short_request = parser_request(self._client.model, request)
+        stream = await self.process.open(parsers, short_request, [self._end_of_turn])
         stream.close()
         return stream.sampling["constraint"] is not None
 
     async def _match_derender(
-        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, conversations: list[Conversation]
+        self,
+        config: ParserConfig,
+        answers: list[ForcedAnswer],
+        sampling: ForcedSampling,
+        conversations: list[Conversation],
     ) -> ParserConfig | str:
         """Return the configuration that parses with the server's route `/derender`, or why there is none.
 
@@ -367,7 +395,7 @@ class ParserProofs:
 
         async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:
             prompt = np.array(answer.prompt, dtype=np.int32)
-            parser = DerenderAnswerParser(self._client, _request(frame), prompt, config)
+            parser = DerenderAnswerParser(self._client, sampling.request, prompt, config)
             pieces = [answer.sampled[at : at + _PIECES] for at in range(0, len(answer.sampled), _PIECES)]
             events = [SampleEvent(token_ids=piece) for piece in pieces]
             events[-1] = replace(events[-1], finish_reason=answer.raw_finish)
@@ -386,12 +414,6 @@ class ParserProofs:
 
 def _key(options: Mapping[str, Any]) -> bytes:
     return orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS)
-
-
-def _request(frame: Json) -> ChatRequest:
-    return ChatRequest(
-        "", (), tools=tuple(frame.get("tools", ())), template_kwargs=frame.get("chat_template_kwargs", {})
-    )
 
 
 def _parse_json(text: str) -> Any:

@@ -3,8 +3,8 @@
     python parser_worker.py MODEL
 
 MODEL is a folder or a name in the local Hugging Face cache. Requests and replies are lines of JSON on standard input
-and output, one reply for each request, in order. The first line of output is a greeting: vLLM's version, the names of
-its parsers, the tags of reasoning and the stop tokens.
+and output, one reply for each request, in order. The first line of output is a greeting: vLLM's version, the tags of
+reasoning and the stop tokens.
 
     {"op": "open", "answer": 1, "parsers": ["hermes", "qwen3"], "request": {...}, "prompt": [ids]}
         -> {"special": true, "constraint": null}
@@ -266,8 +266,6 @@ class ParserWorker:
     def greeting(self) -> Json:
         return {
             "version": __version__,
-            "tool_parsers": sorted(set(ToolParserManager.list_registered())),
-            "reasoning_parsers": sorted(set(ReasoningParserManager.list_registered())),
             "reasoning_tags": self._model.reasoning_tags(),
             "stop_ids": self._model.stop_ids(),
         }
@@ -307,20 +305,23 @@ class ParserWorker:
         Only the pairs `given` are tried, in their order. If it is None, every pair is tried: first those without a
         reasoning parser, then the others. Within both groups, the pairs are ordered by how much the two names resemble
         the model type and each other. If several of these pairs denote the same classes, only the first is returned. To
-        save time, tool parsers are first tried alone, on the samples in the template's own format (`own`).
+        save time, tool parsers are first tried alone, on the samples with a tool call.
         """
         if given is not None:
-            return [pair for pair in given if self._agrees(pair, request, samples, "all")]
-        names = self.greeting()
+            return [pair for pair in given if self._agrees(pair, request, samples)]
         tool_parsers: list[str | None] = [None]
         if request.get("tools"):
-            own = [sample for sample in samples if sample["own"]]
-            tool_parsers = [name for name in names["tool_parsers"] if self._agrees([name, None], request, own, "calls")]
-        pairs = [[tool, reasoning] for tool in tool_parsers for reasoning in (None, *names["reasoning_parsers"])]
+            with_call = [sample for sample in samples if sample["contains_call"]]
+            names = sorted(set(ToolParserManager.list_registered()))
+            tool_parsers = [
+                name for name in names if self._agrees([name, None], request, with_call, compare_calls_only=True)
+            ]
+        reasoning_parsers = [None, *sorted(set(ReasoningParserManager.list_registered()))]
+        pairs = [[tool, reasoning] for tool in tool_parsers for reasoning in reasoning_parsers]
         pairs.sort(key=self._unlikeness)
         found: dict[tuple[object, object], list[str | None]] = {}
         for pair in pairs:
-            if self._agrees(pair, request, samples, "all"):
+            if self._agrees(pair, request, samples):
                 parser = self._model.parser_class(*pair)
                 found.setdefault((parser and parser.tool_parser_cls, parser and parser.reasoning_parser_cls), pair)
         return list(found.values())
@@ -330,14 +331,15 @@ class ParserWorker:
         alike = sum(SequenceMatcher(None, one, other).ratio() for one, other in combinations(names, 2))
         return -pair.count(None), -alike
 
-    def _agrees(self, parsers: list[str | None], request: Json, samples: list[Json], of: str) -> bool:
+    def _agrees(
+        self, parsers: list[str | None], request: Json, samples: list[Json], *, compare_calls_only: bool = False
+    ) -> bool:
+        keys = () if compare_calls_only else ("text", "reasoning", "finish")
         try:
             for sample in samples:
                 answer = OpenAnswer(self._model, parsers, request, sample["prompt"])
                 parsed = merged(answer.feed(0, sample["ids"], sample["raw_finish"], sample["chunks"]))
-                if not same_calls(parsed["calls"], sample["calls"]):
-                    return False
-                if of == "all" and any(parsed[key] != sample[key] for key in ("text", "reasoning", "finish")):
+                if not same_calls(parsed["calls"], sample["calls"]) or any(parsed[key] != sample[key] for key in keys):
                     return False
         except Exception:  # noqa: BLE001  a parser that cannot read this model's answers may fail in any way
             return False

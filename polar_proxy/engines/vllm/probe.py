@@ -21,9 +21,9 @@ from polar_proxy.engines.logprobs import logprob_mode
 from polar_proxy.engines.openai_stream import MISSING_BELOW, version_runs
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
 from polar_proxy.engines.vllm.forced_sampling import adds_grammar
-from polar_proxy.engines.vllm.own_forms import ARGUMENTS, TOOL, USER, call_turn
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
 from polar_proxy.engines.vllm.parser_proof import REMEDY, ParserProofs
+from polar_proxy.engines.vllm.target_answers import ARGUMENTS, TOOL, USER, call_turn
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import EngineInfo, Json, LogprobMode
 
@@ -65,14 +65,10 @@ class VerifiedServer:
 
 
 class ServerProbe:
-    """One verification of one server. It sets the client's model if the user named none."""
+    """Verification of one server, and owner of the side process. It sets the client's model if the user named none."""
 
     def __init__(
-        self,
-        client: VllmClient,
-        vllm_python: str | None = None,
-        parsers: Parsers | None = None,
-        model_folder: str | None = None,
+        self, client: VllmClient, vllm_python: str | None, parsers: Parsers | None, model_folder: str | None
     ) -> None:
         """`vllm_python`: the Python of an environment with vLLM, whose parsers are tried on the server's answers;
         `parsers`: the parsers that the server was started with, if they are known; `model_folder`: the folder of the
@@ -113,8 +109,8 @@ class ServerProbe:
         )
         renders = await self._find_renderer(tools=tools)
         self._adds_grammar = tools and await adds_grammar(self._client, renders=renders)
-        end = await self._end_of_turn() if renders else ()
-        parsers = await self._prove_parsers(renders, token_prompt, end, tools=tools)
+        end_of_turn = await self._end_of_turn() if renders else None
+        parsers = await self._prove_parsers(renders, token_prompt, end_of_turn, tools=tools)
         if tools and isinstance(parsers, ParserProofs):
             required = required and await parsers.enforces_calls()
         capabilities = {
@@ -137,24 +133,29 @@ class ServerProbe:
             template_hash=await self._template_hash(renders),
             logprob_mode=mode,
             capabilities=frozenset(name for name, able in capabilities.items() if able),
-            eos_token_ids=end,
+            eos_token_ids=() if end_of_turn is None else (end_of_turn,),
             precision=precision,
         )
         return VerifiedServer(info, renders, weight_version, parsers, self._adds_grammar, self._model_path)
 
+    async def close(self) -> None:
+        """Stop the side process, if it runs."""
+        if self._process is not None:
+            await self._process.stop()
+
     async def _prove_parsers(
-        self, renders: bool, token_prompt: bool, end: tuple[int, ...], *, tools: bool
+        self, renders: bool, token_prompt: bool, end_of_turn: int | None, *, tools: bool
     ) -> ParserProofs | CannotContinueError:
         if not renders:
             problem = "its `/tokenize` does not render conversations as its chat route does."
             return CannotContinueError(f"{problem} {self._render_problem}")
         if not token_prompt:
             return CannotContinueError("it does not return token ids and log-probabilities if the prompt is token ids.")
-        if not end:
+        if end_of_turn is None:
             return CannotContinueError("no token ends the turns of its chat template and also makes the server stop.")
         proofs = ParserProofs(
             self._client,
-            end=end[0],
+            end_of_turn=end_of_turn,
             tools=tools,
             process=self._process,
             parsers=self._parsers,
@@ -162,12 +163,11 @@ class ServerProbe:
         )
         try:
             await proofs.prove({})
-        except BaseException as error:
-            await proofs.close()
+        except CannotContinueError as error:
             self._adds_grammar = proofs.adds_grammar
-            if isinstance(error, CannotContinueError):
-                return error
-            raise
+            if self._client.renderer is None:
+                await self.close()
+            return error
         return proofs
 
     async def _find_model(self) -> int:
@@ -341,8 +341,8 @@ class ServerProbe:
             return "render:" + hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes()).hexdigest()[:32]
         return None
 
-    async def _end_of_turn(self) -> tuple[int, ...]:
-        """Return the id of the token that ends an answer, as a tuple of one; an empty tuple if none is found.
+    async def _end_of_turn(self) -> int | None:
+        """Return the id of the token that ends an answer; None if it is not found.
 
         Candidates are the tokens with which the template closes a message. If the template writes no token at the end
         of a message, the candidates are the tokens that begin the next message (GLM). Some candidates, such as a line
@@ -351,10 +351,10 @@ class ServerProbe:
         configuration. (The token that gpt-oss's format writes after past answers is not the one at which the server
         stops.)
         """
-        for end in await self._end_candidates():
-            if await stops_at(self._client, end):
-                return (int(end),)
-        return ()
+        for token in await self._end_candidates():
+            if await stops_at(self._client, token):
+                return token
+        return None
 
     async def _end_candidates(self) -> list[int]:
         if self._client.renderer is not None:

@@ -1,6 +1,6 @@
 """Find the `vllm serve` command for a model, with the parsers that read answers in the format of its chat template.
 
-No server is needed. The model's template writes answers with reasoning and tool calls (`own_forms.py`), and vLLM's
+No server is needed. The model's template writes answers with reasoning and tool calls (`target_answers.py`), and vLLM's
 parsers are tried on their tokens in a side process (`parser_process.py`).
 """
 
@@ -15,10 +15,10 @@ from itertools import product
 
 from polar_proxy.engines.chat_template import MessageForm, ModelFiles, find_model_folder
 from polar_proxy.engines.vllm.answer_parser import parser_request
-from polar_proxy.engines.vllm.own_forms import ARGUMENTS, CONTENT, REASONING, TOOL, USER, after_call, call_turn
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers, find_vllm_python
+from polar_proxy.engines.vllm.target_answers import ARGUMENTS, CONTENT, REASONING, TOOL, USER, after_call, call_turn
 from polar_proxy.errors import EngineError, RequestError, UsageError
-from polar_proxy.sequences import equal_start
+from polar_proxy.sequences import first_difference
 from polar_proxy.types import ChatRequest, Json, Message
 
 
@@ -88,20 +88,31 @@ class _Template:
         answers = ((), CONTENT), (ARGUMENTS[:1], ""), (ARGUMENTS[1:], CONTENT), (ARGUMENTS, "")
         for messages, (arguments, content) in product((USER, after_call(USER)), answers):
             with contextlib.suppress(RequestError):
-                prompt = self._ids(messages, generation=True)
-                ids = self._answer(messages, prompt, call_turn(arguments, content) | {"reasoning_content": REASONING})
-                text = self._text(ids)
-                calls = [[TOOL["function"]["name"], each] for each in arguments]
-                shown = {"text": content, "reasoning": REASONING if REASONING in text else "", "calls": calls}
-                if all(name in text for each in arguments for name in each):
-                    ended = {"raw_finish": "stop", "finish": "tool_calls" if calls else "stop"}
-                    out.append({"prompt": prompt, "ids": ids, "chunks": None, "own": bool(calls), **ended, **shown})
+                out.append(self._sample(messages, arguments, content))
         return out
+
+    def _sample(self, messages: list[Json], arguments: Sequence[Json], content: str) -> Json:
+        prompt = self._ids(messages, generation=True)
+        ids = self._answer(messages, prompt, call_turn(arguments, content) | {"reasoning_content": REASONING})
+        text = str(self._files.tokenizer.decode(ids, skip_special_tokens=False))
+        if not all(name in text for each in arguments for name in each):
+            raise RequestError("The model's chat template does not render this tool call.")
+        return {
+            "prompt": prompt,
+            "ids": ids,
+            "chunks": None,
+            "contains_call": bool(arguments),
+            "text": content,
+            "reasoning": REASONING if REASONING in text else "",
+            "calls": [[TOOL["function"]["name"], each] for each in arguments],
+            "raw_finish": "stop",
+            "finish": "tool_calls" if arguments else "stop",
+        }
 
     def _answer(self, messages: list[Json], prompt: list[int], turn: Json) -> list[int]:
         """Return the ids of an answer, with the token that ends it. Raises RequestError if the template refuses it."""
         whole = self._ids([*messages, turn])
-        start = equal_start(prompt, whole)
+        start = first_difference(prompt, whole)
         end = next((place for place in range(start, len(whole)) if whole[place] in self._files.stop_ids), None)
         if end is None:
             text = (
@@ -128,9 +139,6 @@ class _Template:
     def _ids(self, messages: list[Json], *, generation: bool = False) -> list[int]:
         text = self._files.template.render(_request(messages), self._form, generation=generation)
         return self._files.encode(text)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self._files.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def _request(messages: list[Json]) -> ChatRequest:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from polar_proxy.export.formats.training_rows import (
     IdNumbers,
     TrainingRow,
-    group_advantages,
+    advantages_by_rollout,
     groups_of,
     read_training_row,
     read_training_rows,
@@ -26,7 +26,7 @@ __all__ = [
     "RecordConverter",
     "RowError",
     "TrainingRow",
-    "group_advantages",
+    "advantages_by_rollout",
     "groups_of",
     "read_jsonl",
     "read_training_row",

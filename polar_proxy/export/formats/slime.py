@@ -10,7 +10,6 @@ A file for `--load-debug-rollout-data` is `debug_data(samples)` written by `torc
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from polar_proxy.export.formats.training_rows import (
     require_reward,
     require_same_temperature,
 )
+from polar_proxy.training.advantages import dr_grpo, grpo
 from polar_proxy.types import Json
 
 
@@ -73,13 +73,12 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
         name = f"the sample {sample.metadata['trace_id']}"
         require_same_temperature(name, sample.metadata["temperature"], args.rollout_temperature)
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
-    groups: dict[Any, dict[Any, float]] = {}
+    groups: dict[int, dict[int, float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         groups.setdefault(sample.group_index, {})[sample.rollout_id] = reward
-    advantages = []
-    for sample, reward in zip(samples, rewards, strict=True):
-        members = list(groups[sample.group_index].values())
-        centred = reward - statistics.fmean(members)
-        scaled = getattr(args, "grpo_std_normalization", True) and len(members) > 1
-        advantages.append(centred / (statistics.stdev(members) + 1e-6) if scaled else centred)
-    return rewards, advantages
+    compute = grpo if getattr(args, "grpo_std_normalization", True) else dr_grpo
+    advantages = {
+        group: dict(zip(members, compute(list(members.values())).tolist(), strict=True))
+        for group, members in groups.items()
+    }
+    return rewards, [advantages[sample.group_index][sample.rollout_id] for sample in samples]

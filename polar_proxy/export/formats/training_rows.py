@@ -155,8 +155,12 @@ def require_same_temperature(name: str, sampled_at: float, temperature: float) -
 # ---------------------------------------------------------------- groups and advantages
 
 
-def group_advantages(rewards: Mapping[str, float | None], name: str = "grpo") -> dict[str, float | None]:
-    """Return the advantages of one group's rollouts, by rollout id. `name`: the advantage function in `ADVANTAGES`.
+RewardsByGroup = Mapping[str, Mapping[str, float | None]]
+"""Group id -> rollout id -> reward."""
+
+
+def advantages_by_rollout(rewards: Mapping[str, float | None], name: str = "grpo") -> dict[str, float | None]:
+    """Return the advantages of one group. `rewards`: rollout id -> reward. `name`: the function in `ADVANTAGES`.
 
     A rollout without a reward has the advantage None, and so has the pivot of `mc_grpo`: the rollout with the median
     reward that `mc_grpo` leaves out of training.
@@ -165,22 +169,22 @@ def group_advantages(rewards: Mapping[str, float | None], name: str = "grpo") ->
     return {key: None if math.isnan(value) else value for key, value in zip(rewards, values.tolist(), strict=True)}
 
 
-def with_advantages(
-    rows: Iterable[Json], name: str = "grpo", rewards: Mapping[str, Mapping[str, float | None]] | None = None
-) -> list[Json]:
+def with_advantages(rows: Iterable[Json], name: str = "grpo", rewards: RewardsByGroup | None = None) -> list[Json]:
     """Return the rows with the field `advantage`. A rollout counts once in its group, even if it has several rows.
 
-    `rewards`: group_id -> rollout_id -> reward of all rollouts of the group, so that rollouts without a trace count in
-    the baseline, too. In a group that `rewards` does not contain, only the rollouts that have rows count.
+    `rewards`: those of all rollouts of the groups, so that rollouts without a trace count in the baseline, too. In a
+    group that `rewards` does not contain, only the rollouts that have rows count.
     """
     rows = list(rows)
-    known: dict[str, dict[str, float | None]] = {key: dict(value) for key, value in (rewards or {}).items()}
+    groups: dict[str, dict[str, float | None]] = {}
     for row in rows:
-        if row.get("group_id") is not None and row["group_id"] not in (rewards or {}):
-            known.setdefault(row["group_id"], {})[row["rollout_id"]] = row.get("reward")
-    found = {group: group_advantages(members, name) for group, members in known.items()}
+        if row.get("group_id") is not None:
+            groups.setdefault(row["group_id"], {})[row["rollout_id"]] = row.get("reward")
+    found = {
+        group: advantages_by_rollout((rewards or {}).get(group, members), name) for group, members in groups.items()
+    }
     return [
-        row | {"advantage": found.get(str(row.get("group_id")), {}).get(str(row.get("rollout_id")))} for row in rows
+        row | {"advantage": found.get(row.get("group_id") or "", {}).get(row.get("rollout_id") or "")} for row in rows
     ]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from polar_proxy.errors import UsageError
 from polar_proxy.export.formats.training_rows import (
     IdNumbers,
+    RewardsByGroup,
     TrainingRow,
     group_by_rollout,
     read_training_row,
@@ -31,9 +32,6 @@ from polar_proxy.export.formats.training_rows import (
 )
 from polar_proxy.traces.rows import RowError
 from polar_proxy.types import Json
-
-Rewards = Mapping[str, Mapping[str, float | None]]
-
 
 SequencePolicy = Literal["refuse", "longest"]
 """Treatment of a rollout with several sequences by a trainer that takes one sequence per rollout.
@@ -192,7 +190,7 @@ class RecordedWorker:
         groups: Iterable[Sequence[Json]],
         *,
         advantage: str = "grpo",
-        rewards: Rewards | None = None,
+        rewards: RewardsByGroup | None = None,
         temperature: float = 1.0,
         ahead: int = 64,
     ) -> None:

@@ -64,7 +64,7 @@ class InterceptedRequest(NamedTuple):
     @property
     def route(self) -> str | None:
         """The gateway's route for this request; None if `answer` answers it."""
-        return None if self.found is None else self.found.to
+        return None if self.found is None else self.found.route
 
     async def answer(self, headers: Mapping[str, str], send: asgi.Send, form: asgi.ErrorFormat) -> None:
         """Answer a request that no route of the gateway serves: with the JSON body of its rule, or with error 404."""

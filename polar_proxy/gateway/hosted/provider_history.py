@@ -17,7 +17,7 @@ Promises:
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from polar_proxy.dialects.openai_responses.items import item_id, response_id
 from polar_proxy.dialects.openai_responses.references import write_out_references
 from polar_proxy.errors import RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.responses.stored_calls import StoredCalls
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.store.json_codec import clean_text
@@ -36,18 +37,13 @@ from polar_proxy.types import ANSWERED, CallRecord, ConversationItem, Json
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ReadCalls = Callable[[SessionState, Collection[str]], Awaitable[list[CallRecord]]]
-"""Returns those of the given calls that the session recorded. Raises StoreError, and RequestError if the calls are too
-large."""
-KnownAnswers = Callable[[SessionState, Collection[str]], Awaitable[dict[str, ReferencedCall]]]
-"""Returns the answers of the given calls of the session, as far as they are in memory. Raises StoreError."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProviderReferences:
     """The provider's ids in a body."""
 
-    previous: str | None = None
+    previous_response: str | None = None
     conversation: str | None = None
     items: frozenset[str] = frozenset()
     """Ids of the items that the body refers to without containing them."""
@@ -70,7 +66,7 @@ class ProviderReferences:
         )
 
     def __bool__(self) -> bool:
-        return bool(self.previous or self.conversation or self.items or self.prompt)
+        return bool(self.previous_response or self.conversation or self.items or self.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +76,8 @@ class ProviderHistory:
     complete: bool = True
     conversation: str | None = None
     """The provider's id of the conversation that the body adds to."""
-    previous: str | None = None
-    """The id of the call that the body continues."""
+    previous_call: str | None = None
+    """Polar's id of the call that the body continues."""
     items: Mapping[str, str] = field(default_factory=dict)
     """Polar's id of each item, by the provider's id of the item."""
     created: Sequence[ConversationItem] = ()
@@ -94,8 +90,8 @@ class ProviderHistory:
             return body
         own = input_items(body.get("input"))
         named: Json = {"input": [self._with_own_id(item) if is_reference(item) else item for item in own]}
-        if self.previous is not None:
-            named["previous_response_id"] = response_id(self.previous)
+        if self.previous_call is not None:
+            named["previous_response_id"] = response_id(self.previous_call)
         return {**body, "input": write_out_references(named, self.calls, self.created)["input"]}
 
     def _with_own_id(self, reference: Json) -> Json:
@@ -105,51 +101,50 @@ class ProviderHistory:
 class ProviderHistories:
     """Finds the history of requests that are passed on."""
 
-    def __init__(self, store: Store, monitor: StoreMonitor, read_calls: ReadCalls, known_answers: KnownAnswers) -> None:
+    def __init__(self, store: Store, monitor: StoreMonitor, stored_calls: StoredCalls) -> None:
         self._store = store
         self._monitor = monitor
-        self._read_calls = read_calls
-        self._known_answers = known_answers
+        self._stored_calls = stored_calls
 
-    async def find(self, session: SessionState, given: ProviderReferences) -> ProviderHistory:
-        if not given:
+    async def find(self, session: SessionState, references: ProviderReferences) -> ProviderHistory:
+        if not references:
             return ProviderHistory()
         try:
-            return await self._find(session, given)
+            return await self._find(session, references)
         except (StoreError, RequestError) as error:  # the store fails, or the history is too large
             log.warning("a call of session %s is recorded without its history: %s", session.session_id, error)
-            return ProviderHistory(complete=False, conversation=given.conversation)
+            return ProviderHistory(complete=False, conversation=references.conversation)
 
-    async def _find(self, session: SessionState, given: ProviderReferences) -> ProviderHistory:
+    async def _find(self, session: SessionState, references: ProviderReferences) -> ProviderHistory:
         session_id, calls = session.session_id, self._store.calls
-        previous, created = None, None
-        if given.previous is not None:
-            previous = await self._run(calls.find_response, session_id, given.previous)
-        if given.conversation is not None:
-            previous = await self._run(calls.latest_in_conversation, session_id, given.conversation)
-            created = await self._created_items(session_id, given.conversation)
-        items = await self._own_ids(session_id, given.items)
-        continued = {previous} if previous else set()
+        previous_id, created = None, None
+        if references.previous_response is not None:
+            previous_id = await self._run(calls.find_response, session_id, references.previous_response)
+        if references.conversation is not None:
+            previous_id = await self._run(calls.latest_in_conversation, session_id, references.conversation)
+            created = await self._created_items(session_id, references.conversation)
+        items = await self._own_ids(session_id, references.items)
+        continued = {previous_id} if previous_id else set()
         answers = {call_id for call_id, _ in items.values()} - continued
-        known = await self._known_answers(session, answers)
-        wanted = (continued | answers) - known.keys()
-        read = {call.call_id: call for call in await self._read_calls(session, wanted) if _is_read(call)}
+        known = await self._stored_calls.known_answers(session, answers)
+        unread = (continued | answers) - known.keys()
+        read = {call.call_id: call for call in await self._stored_calls.read(session, unread) if _is_read(call)}
         for call_id in read.keys() & answers:
             session.remember_referable(read[call_id])
-        before = read.get(previous or "")
-        unknown = (
-            given.prompt
-            or items.keys() != given.items
-            or (given.conversation is not None and created is None)
-            or (given.previous is not None and before is None)
-            or (previous is not None and (before is None or bool(before.sampling.get("missing_history"))))
+        previous = read.get(previous_id or "")
+        incomplete = (
+            references.prompt
+            or items.keys() != references.items
+            or (references.conversation is not None and created is None)
+            or (references.previous_response is not None and previous is None)
+            or (previous_id is not None and (previous is None or bool(previous.sampling.get("missing_history"))))
         )
         return ProviderHistory(
-            complete=not unknown,
-            conversation=given.conversation,
-            previous=None if before is None else before.call_id,
+            complete=not incomplete,
+            conversation=references.conversation,
+            previous_call=None if previous is None else previous.call_id,
             items={identity: own for identity, (_, own) in items.items()},
-            created=(created or ()) if previous is None else (),
+            created=(created or ()) if previous_id is None else (),
             calls=known | {call_id: _referenced(call) for call_id, call in read.items()},
         )
 

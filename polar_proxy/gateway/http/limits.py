@@ -62,8 +62,8 @@ class BodyReservation:
     session_id: str
     task: asyncio.Task[Any] | None = None
     size: int = 0
-    reading: bool = True
-    """True while the body is still being read. Only in this time can the request be refused to make room for others."""
+    refusable: bool = True
+    """True until the body begins to be parsed. Only in this time can it be refused to make room for others."""
     refused: bool = False
 
     def take(self, size: int) -> None:
@@ -128,7 +128,7 @@ class BodyBudget:
         for largest in sorted(self._reservations, key=lambda one: one.size, reverse=True):
             if missing <= 0 or largest.size <= wanting.size + size:
                 break
-            if largest.reading and largest.task is not None and largest is not wanting:
+            if largest.refusable and largest.task is not None and largest is not wanting:
                 missing -= largest.size
                 if not largest.refused:
                     largest.refused = True
@@ -152,7 +152,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         self,
         *args: Any,
         limits: GatewayLimits,
-        body_bytes: int,
+        max_body_bytes: int,
         connections: Connections,
         error_format: Callable[[str], asgi.ErrorFormat],
         **kwargs: Any,
@@ -162,18 +162,18 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         self.app_state = {**self.app_state, asgi.CONNECTION: secrets.token_hex(8)}
         self.connections_of_listener = connections
         self.ws_protocol_class = partial(  # type: ignore[assignment]  # any factory serves
-            LimitedWebSocketProtocol, limits=limits, body_bytes=body_bytes, connections=connections
+            LimitedWebSocketProtocol, limits=limits, max_body_bytes=max_body_bytes, connections=connections
         )
         self.url = b""
         self.limits = limits
-        self._body_bytes = body_bytes
+        self._max_body_bytes = max_body_bytes
         self._error_format = error_format
         self._refusal: RequestError | None = None
         self._reading: Literal["head", "body"] | None = "head"
-        self._unread = 0
+        self._bytes_since_progress = 0
         """Number of bytes received since the last progress. Progress is the end of a head, a part of a body, or the end
         of a request."""
-        self._content = 0
+        self._body_bytes = 0
         self._chunked = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._timed: Literal["head", "body"] | None = None
@@ -191,7 +191,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         super().connection_lost(exc)
 
     def parse(self, piece: memoryview) -> None:
-        self._unread += len(piece)
+        self._bytes_since_progress += len(piece)
         HttpToolsProtocol.data_received(self, piece)  # type: ignore[arg-type]  # the parser reads any buffer
         self._check_progress()
 
@@ -205,7 +205,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         if self.closing:
             return
         limits = self.limits
-        if self._reading and self._unread > limits.head_kb << 10:
+        if self._reading and self._bytes_since_progress > limits.head_kb << 10:
             self._refuse(self._head_problem())
         elif self._reading != self._timed:
             self._set_timer(self._reading)
@@ -229,26 +229,26 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         problem = self._head_problem() if self._head_is_too_large() else self._request_problem()
         if problem is not None:
             self._stop(problem)
-        self._reading, self._unread = "body", 0
+        self._reading, self._bytes_since_progress = "body", 0
         self._chunked = b"transfer-encoding" in [name for name, _ in self.headers]
-        self._content = 0
+        self._body_bytes = 0
         if self._timed == "body":  # that of the request before
             self.start_pace(_BODY)
         self.connections_of_listener.set_waiting(self, False)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._unread = 0
+        self._bytes_since_progress = 0
         self.pieces_of_turn += 1
-        self._content += len(body)
+        self._body_bytes += len(body)
         self.count_received(len(body))
-        if self._content > self._body_bytes:
+        if self._body_bytes > self._max_body_bytes:
             self._stop(self._body_too_large())
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._reading = None
-        self._unread = 0
+        self._bytes_since_progress = 0
         super().on_message_complete()
 
     def handle_websocket_upgrade(self) -> None:
@@ -276,7 +276,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         limits = self.limits
         if len(self.url) > limits.url_kb << 10:
             return True
-        if self._unread <= limits.head_kb << 10:
+        if self._bytes_since_progress <= limits.head_kb << 10:
             return False
         # What came includes the beginning of the body.
         return sum(len(name) + len(value) for name, value in self.headers) > limits.head_kb << 10
@@ -299,7 +299,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
             return RequestError("Too many requests on one connection before the first answer.", status=429)
         for name, value in self.headers:
             # Digits only, which the parser has made sure of.
-            if name == b"content-length" and int(value) > self._body_bytes:
+            if name == b"content-length" and int(value) > self._max_body_bytes:
                 return self._body_too_large()
         if self._should_upgrade():
             if self.cycle is not None and not self.cycle.response_complete:
@@ -308,7 +308,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         return None
 
     def _body_too_large(self) -> RequestError:
-        return RequestError(f"The request body is larger than {self._body_bytes} bytes.", status=413)
+        return RequestError(f"The request body is larger than {self._max_body_bytes} bytes.", status=413)
 
     def _set_timer(self, part: Literal["head", "body"] | None) -> None:
         if self._head_timer is not None:

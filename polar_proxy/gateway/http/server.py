@@ -199,21 +199,22 @@ class Gateway:
 
         `timeout` is in seconds, for this gateway and, unless `timeout_elsewhere` is given, for the others.
         """
-        lost: list[str | None] = []
+        lost_here, lost_elsewhere = None, None
         try:
             await self.sessions.idle(session_id, timeout)
         except TimeoutError:
             self.sessions.mark_ended(session_id)
-            lost.append("a call was still being answered when its rollout ended")
+            lost_here = "a call was still being answered when its rollout ended"
         else:
-            count = self.sessions.lost(session_id)
+            if count := self.sessions.lost(session_id):
+                lost_here = f"{count} call(s) were answered but not recorded"
             self.sessions.forget(session_id)
-            lost.append(f"{count} call(s) were answered but not recorded" if count else None)
         self._handler.failed_requests.forget(session_id)
         if self._in_flight is not None:
             timeout = timeout if timeout_elsewhere is None else timeout_elsewhere
-            lost.append(await self._in_flight.wait_and_take(session_id, timeout, own=bool(lost[0])))
-        return "; ".join(filter(None, lost)) or None
+            own = lost_here is not None
+            lost_elsewhere = await self._in_flight.wait_and_take(session_id, timeout, own=own)
+        return "; ".join(filter(None, (lost_here, lost_elsewhere))) or None
 
     async def budget_spent(self, session_id: str, *, idle_since: float) -> str | None:
         """Return the limit of a session's budget that was reached, or None.
@@ -273,7 +274,7 @@ class Gateway:
         return partial(
             LimitedHttpProtocol,
             limits=self.settings.limits,
-            body_bytes=self.settings.max_body_mb << 20,
+            max_body_bytes=self.settings.max_body_mb << 20,
             connections=connections,
             error_format=error_format,
         )

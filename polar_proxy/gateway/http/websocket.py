@@ -54,14 +54,14 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
     """
 
     def __init__(
-        self, *args: Any, limits: GatewayLimits, body_bytes: int, connections: Connections, **kwargs: Any
+        self, *args: Any, limits: GatewayLimits, max_body_bytes: int, connections: Connections, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self.connections_of_listener = connections
         self.limits = limits
         self.close_timeout = CLOSE_SECONDS
-        self._body_bytes = body_bytes
-        self._unread = 0
+        self._max_body_bytes = max_body_bytes
+        self._message_bytes = 0
         """Number of bytes received since the message began."""
         self._unreported = 0
         """Number of bytes of the message that were not yet reported to the application by `asgi.WEBSOCKET_PIECE`."""
@@ -89,14 +89,14 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
                 self.transport.pause_reading()
 
     def parse(self, piece: memoryview) -> None:
-        if not self._unread:
+        if not self._message_bytes:
             self.start_pace("message")
-        self._unread += len(piece)
+        self._message_bytes += len(piece)
         self._unreported += len(piece)
         self.count_received(len(piece))
         WebSocketsSansIOProtocol.data_received(self, piece)  # type: ignore[arg-type]  # the parser reads any buffer
-        if self._unread > self._body_bytes:
-            problem = f"The message is larger than {self._body_bytes} bytes."
+        if self._message_bytes > self._max_body_bytes:
+            problem = f"The message is larger than {self._max_body_bytes} bytes."
             self._close(MESSAGE_TOO_BIG, RequestError(problem, status=413))
         elif self._unreported >= _PIECE_BYTES:
             self._queue({"type": asgi.WEBSOCKET_PIECE, "size": self._unreported})
@@ -157,7 +157,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         self._queue({"type": "websocket.receive", self.curr_msg_data_type: data})
 
     def _message_ended(self) -> None:
-        self._unread = self._unreported = 0
+        self._message_bytes = self._unreported = 0
         self.stop_pace()
 
     def _queue(self, message: Any) -> None:

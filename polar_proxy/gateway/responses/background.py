@@ -37,7 +37,7 @@ class BackgroundCall:
         self._cancelled = asyncio.Event()
 
     def cancel(self) -> None:
-        self._buffer.retry_grace_over()
+        self._buffer.end_grace_period()
         self._cancelled.set()
 
     async def receive(self) -> Json:

@@ -44,7 +44,8 @@ from polar_proxy.gateway.hosted.forwarding import RequestForwarder
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.responses.listing import PageRequest, check_include, list_object, read_query
-from polar_proxy.gateway.responses.stored_responses import FindSession, store_unavailable
+from polar_proxy.gateway.responses.stored_responses import store_unavailable
+from polar_proxy.gateway.session_finder import SessionFinder
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.store.json_codec import clean_text
@@ -223,12 +224,12 @@ class ConversationRoutes:
     def __init__(
         self,
         stored: StoredConversations,
-        find_session: FindSession,
+        session_finder: SessionFinder,
         read_items: ReadItems,
         forwarder: RequestForwarder,
     ) -> None:
         self._stored = stored
-        self._find_session = find_session
+        self._session_finder = session_finder
         self._read_items = read_items
         self._forwarder = forwarder
 
@@ -240,7 +241,7 @@ class ConversationRoutes:
             if scope["method"] not in route.methods:
                 await send_wrong_method(send, _DIALECT, scope["method"], route.methods)
                 return
-            session = await self._find_session(asgi.read_headers(scope), path_key, scope)
+            session = await self._session_finder.find(asgi.read_headers(scope), path_key, scope)
             with session.in_request():
                 engine = await self._forwarder.engine_of_conversation(session, route.conversation_id)
                 if engine is not None:

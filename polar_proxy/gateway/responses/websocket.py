@@ -56,7 +56,7 @@ class ResponsesWebSocket:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         """Queue of request bodies. None follows them when the WebSocket ends."""
         self._close_code: int | None = None
-        """The close code, once the server has decided to close the WebSocket; None before."""
+        """The close code to send; None before the server decides to close, and if the client has disconnected."""
         self.gone = asyncio.Event()
         """Set once the client has disconnected."""
         self.answering = False
@@ -66,7 +66,8 @@ class ResponsesWebSocket:
 
     async def serve(self, receive: asgi.Receive) -> None:
         try:
-            session = await self._handler.find_session(asgi.read_headers(self._scope), self._path_key, self._scope)
+            headers = asgi.read_headers(self._scope)
+            session = await self._handler.session_finder.find(headers, self._path_key, self._scope)
         except RequestError as error:
             await send_error(asgi.refuse_upgrade(self._send), error, _DIALECT)
             return
@@ -118,12 +119,13 @@ class ResponsesWebSocket:
                 with self._handler.bodies.reserve(session_id) as reservation:
                     message = await _receive_whole(receive, reservation)
             except RequestError as error:
-                await self._end(TRY_AGAIN_LATER, error)
+                await self._close(TRY_AGAIN_LATER, error)
                 break
             if message["type"] == "websocket.disconnect":
-                await self._end()
+                self._close_code = None
+                self.gone.set()
             elif message["type"] == asgi.WEBSOCKET_CLOSING:
-                await self._end(message["code"], message["error"])
+                await self._close(message["code"], message["error"])
             elif "text" not in message:
                 await self._refuse(RequestError("A request must be a text message; this one is binary."))
             elif self.answering:
@@ -139,18 +141,17 @@ class ResponsesWebSocket:
         if not self.answering:
             await self.send({"type": asgi.WEBSOCKET_IDLE})
 
-    async def _end(self, close_code: int | None = None, error: RequestError | None = None) -> None:
-        """Take no more requests. Without a `close_code` the client has disconnected.
+    async def _close(self, code: int, error: RequestError | None) -> None:
+        """Take no more requests, and close the WebSocket when the present request is answered.
 
-        With an `error`, a request that is being answered ends as if the client had disconnected.
+        With an `error`, a request that is being answered ends at once, as if the client had disconnected.
         """
-        self._close_code = close_code
-        if error is not None:
-            await self._refuse(error)
-        if error is not None or close_code is None:
-            self.gone.set()
-        else:
+        self._close_code = code
+        if error is None:
             self._requests.put_nowait(None)
+        else:
+            await self._refuse(error)
+            self.gone.set()
 
     async def send(self, message: Any) -> None:
         try:
@@ -211,8 +212,13 @@ async def _receive_whole(receive: asgi.Receive, reservation: BodyReservation) ->
 
 def _error_event(status: int, body: bytes, headers: Mapping[bytes, bytes] | None = None) -> bytes:
     """Return the event for an HTTP response with an error status."""
-    event = {"type": "error", "status": status, "error": orjson.loads(body)["error"]}
+    try:
+        error = {**orjson.loads(body)["error"]}
+    except (ValueError, KeyError, TypeError):  # not in OpenAI's format, such as the page of a provider's firewall
+        refusal = RequestError(body.decode(errors="replace"), status=status)
+        error = orjson.loads(_DIALECT.error_body(refusal, new_id("req")))["error"]
+    event = {"type": "error", "status": status, "error": error}
     if headers is not None and (after := headers.get(b"retry-after")) is not None:
         # The schema has the headers inside the error; Codex reads them from the event itself.
-        event["headers"] = event["error"]["headers"] = {"retry-after": after.decode("latin-1")}
+        event["headers"] = error["headers"] = {"retry-after": after.decode("latin-1")}
     return orjson.dumps(event)

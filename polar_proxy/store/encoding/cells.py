@@ -58,8 +58,8 @@ class CellCodec:
     """Codec of cells, the packed values of binary columns. Use a codec in one thread at a time, because its zstd
     contexts are not thread-safe."""
 
-    def __init__(self, level: int = 3) -> None:
-        self._compressor = zstandard.ZstdCompressor(level=level)
+    def __init__(self) -> None:
+        self._compressor = zstandard.ZstdCompressor()
         self._decompressor = zstandard.ZstdDecompressor()
 
     def pack_bytes(self, content: bytes, before: bytes = b"") -> bytes:
@@ -98,9 +98,9 @@ class CellCodec:
     def _cell(self, kind: int, width: int, body: bytes, dictionary: bytes = b"") -> bytes:
         flags = kind | width << 3
         if dictionary and _MIN_LENGTH <= len(body) <= MAX_DEFLATE_LENGTH:
-            packed, compression = deflate(body, dictionary), DEFLATE
+            packed = deflate(body, dictionary)
             if len(packed) < len(body):
-                return bytes((VERSION, flags | compression)) + packed
+                return bytes((VERSION, flags | DEFLATE)) + packed
         if len(body) >= _MIN_LENGTH:
             packed = self._compressor.compress(body)
             if len(packed) < len(body):

@@ -21,11 +21,14 @@ from polar_proxy.store.schema import calls, completions, engines, nodes, setting
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Message, ProviderTurn, TokenIds, Usage
 
 _c = calls.c
-_UNPACKED = ("engine_hash", "params_hash", "sampling_hash", "prompt_node", "prompt_tail", "prompt_tokens")
-_USAGE = tuple(USAGE_COLUMNS.values())
-_TEXT = ("fingerprint", "message_count", "messages_node", "tools_node", "completion_tokens")
-_COPIED = tuple(name for name in SAME_COLUMNS if name not in _TEXT)
-
+_TEXT_COLUMNS = ("fingerprint", "message_count", "messages_node", "tools_node")
+"""Columns of `calls` that `fetch` reads only with `text`."""
+_COPIED_COLUMNS = tuple(name for name in SAME_COLUMNS if name not in _TEXT_COLUMNS)
+"""The first columns of each row that `fetch` reads. A record has the same values under the same names."""
+_OTHER_COLUMNS = (
+    *("engine_hash", "params_hash", "sampling_hash", "prompt_node", "prompt_tail", "prompt_tokens"),
+    *("completion_tokens", *USAGE_COLUMNS.values()),
+)
 
 OF_SESSION = _c.session_id == bindparam("session")
 OF_SESSIONS = _c.session_id.in_(bindparam("sessions", expanding=True))
@@ -71,7 +74,7 @@ def fetch(
 
 @lru_cache(maxsize=64)
 def _statements(where: ColumnElement[bool], text: bool) -> _Statements:
-    names = (*_COPIED, *_UNPACKED, *_USAGE, *(_TEXT if text else ()))
+    names = (*_COPIED_COLUMNS, *_OTHER_COLUMNS, *(_TEXT_COLUMNS if text else ()))
     answer_columns = [column for column in completions.c if text or column.name not in ("message", "provider_turn")]
     answers = select(*answer_columns).join(calls, _c.call_id == completions.c.call_id).where(where)
     used = union(*(select(column).where(where) for column in (_c.params_hash, _c.sampling_hash))).subquery()
@@ -172,7 +175,7 @@ class CallLoader:
         answers = self._answer_rows[row.call_id]
         before_answer = self._context(row.messages_node) if self._text else b""
         return CallRecord(
-            **dict(zip(_COPIED, row, strict=False)),
+            **dict(zip(_COPIED_COLUMNS, row, strict=False)),
             engine=None if row.engine_hash is None else self._engine(row.engine_hash),
             fingerprint=fingerprint,
             usage=_usage(row),

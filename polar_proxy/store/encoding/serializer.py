@@ -26,7 +26,7 @@ from polar_proxy.store.encoding.chains import (
 )
 from polar_proxy.store.repositories.conversations import item_row
 from polar_proxy.store.schema import calls
-from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, without_secrets
+from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, storable_text, without_secrets
 from polar_proxy.types import FAILED, CallRecord, Choice, EngineInfo, Json, TokenIds, Usage
 
 TableRow = dict[str, object]
@@ -74,6 +74,8 @@ class RowBatch:
     provider_ids: list[TableRow] = field(default_factory=list)
     conversation_items: list[TableRow] = field(default_factory=list)
     sessions: dict[str, SessionCounters] = field(default_factory=dict)
+    refused: dict[int, Exception] = field(default_factory=dict)
+    """Position of a record without rows in the batch -> why it cannot be stored."""
 
     def count(self, record: CallRecord) -> None:
         """Add a call to the counters of its session."""
@@ -98,9 +100,6 @@ class RowBatch:
         ]
 
 
-SerializedCalls = tuple[RowBatch, dict[int, Exception]]
-
-
 class CallSerializer:
     """Turns records into rows, without the rows of nodes, settings and engines that are known to be stored.
 
@@ -119,17 +118,15 @@ class CallSerializer:
         self._engines: dict[EngineInfo, tuple[bytes, TableRow]] = {}
         self._clean_tools: LRUCache[bytes, bytes] = LRUCache(_CACHED_TOOL_LISTS)
 
-    def serialize(self, records: Sequence[CallRecord]) -> SerializedCalls:
-        """Return the rows of all records that can be stored, and position -> error for the records that cannot be
-        stored."""
+    def serialize(self, records: Sequence[CallRecord]) -> RowBatch:
+        """Return the rows of the records. `RowBatch.refused` names the records that cannot be stored."""
         batch = RowBatch()
-        refused: dict[int, Exception] = {}
         for position, record in enumerate(records):
             try:
                 self._add(batch, record)
             except (StoreError, TypeError, ValueError, RecursionError, OverflowError, AttributeError) as error:
-                refused[position] = error
-        return batch, refused
+                batch.refused[position] = error
+        return batch
 
     def mark_stored(self, batch: RowBatch) -> None:
         """Remember that the engines, settings and nodes of this batch are stored."""
@@ -146,13 +143,14 @@ class CallSerializer:
     def _add(self, batch: RowBatch, record: CallRecord) -> None:
         # Everything that can fail comes first: a refused record leaves nothing in the batch.
         last = self._chains.get(record.session_id, NO_CHAINS)
-        messages, stored_messages = last.extend_messages(record.messages)
-        tools = bytes_chain("tools", [] if record.tools is None else [self._without_secrets(record.tools)])
-        prompt, prompt_base = self._prompt_chain(record, last)
-        message_nodes = (*messages[:stored_messages], *(n.without_content() for n in messages[stored_messages:]))
-        chains = _chains_of(record, message_nodes, prompt, prompt_base)
-        prompt, tail = self._split_tail(prompt, prompt_base)
-        prompt_head = prompt[-1] if prompt else prompt_base
+        message_nodes, shared = last.extend_messages(record.messages)
+        new_messages = message_nodes[shared:]
+        tool_nodes = bytes_chain("tools", [] if record.tools is None else [self._without_secrets(record.tools)])
+        new_prompt_nodes, prompt_base = self._prompt_chain(record, last)
+        cached_nodes = (*message_nodes[:shared], *(node.without_content() for node in new_messages))
+        chains = _chains_of(record, cached_nodes, new_prompt_nodes, prompt_base)
+        new_prompt_nodes, tail = self._split_tail(new_prompt_nodes, prompt_base)
+        prompt_head = new_prompt_nodes[-1] if new_prompt_nodes else prompt_base
         params, sampling = (_setting_row(json_without_secrets(value)) for value in (record.params, record.sampling))
         before_answer = bytes_before(record.messages) if record.choices else b""
         completions = [self._completion_row(record, choice, before_answer) for choice in record.choices]
@@ -166,13 +164,13 @@ class CallSerializer:
                 batch.settings[key] = row
         if engine is not None and engine[0] not in self._stored:
             batch.engines[engine[0]] = engine[1]
-        before = bytes_before(record.messages[:stored_messages])
-        for node, message in zip(messages[stored_messages:], record.messages[stored_messages:], strict=True):
+        before = bytes_before(record.messages[:shared])
+        for node, message in zip(new_messages, record.messages[shared:], strict=True):
             self._add_node(batch, node, before)
             before = (before + message[-CONTEXT:])[-CONTEXT:]
-        for node in tools:
+        for node in tool_nodes:
             self._add_node(batch, node, b"")
-        for node in prompt:
+        for node in new_prompt_nodes:
             assert record.prompt_ids is not None
             self._add_node(batch, node, record.prompt_ids[: node.chain_length - node.length])
 
@@ -180,9 +178,9 @@ class CallSerializer:
             columns
             | {
                 "engine_hash": None if engine is None else engine[0],
-                "message_count": len(messages),
-                "messages_node": messages[-1].id if messages else None,
-                "tools_node": tools[-1].id if tools else None,
+                "message_count": len(message_nodes),
+                "messages_node": message_nodes[-1].id if message_nodes else None,
+                "tools_node": tool_nodes[-1].id if tool_nodes else None,
                 "params_hash": params[0],
                 "sampling_hash": sampling[0],
                 "prompt_node": prompt_head.id if prompt_head else None,
@@ -261,8 +259,7 @@ def _own_columns(record: CallRecord) -> TableRow:
     """Return the columns of a call that depend on its record alone, without secrets."""
     columns: TableRow = dict(zip(SAME_COLUMNS, _same_columns(record), strict=True))
     for name in ("path", "model", "error", "thread"):
-        text: str | None = getattr(record, name)
-        columns[name] = None if text is None else json_codec.clean_text(without_secrets(text))
+        columns[name] = storable_text(getattr(record, name))
     if record.provider_conversation is not None:
         columns["provider_conversation"] = json_codec.clean_text(record.provider_conversation)
     if record.fingerprint and isinstance(thread := record.fingerprint.get("thread"), str):

@@ -16,14 +16,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, Table, false, insert, or_, select
+from sqlalchemy import ColumnElement, Select, Table, false, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database, Repository
 from polar_proxy.store.encoding.loader import chain_ids
-from polar_proxy.store.filters import parse_where
+from polar_proxy.store.filters import select_rollouts
 from polar_proxy.store.maintenance.archive_file import DATABASE, artifact_member
 from polar_proxy.store.maintenance.archive_import import (
     CLEARED_COLUMNS,
@@ -119,15 +119,14 @@ async def _selection(source: AsyncConnection, where: str | None, sessions: Seque
     r, s, c = schema.rollouts.c, schema.sessions.c, schema.calls.c
     if unknown := set(sessions) - set(await source.scalars(select(s.session_id).where(s.session_id.in_(sessions)))):
         raise UsageError(f"There is no session {min(unknown)}")
-    chosen: list[ColumnElement[bool]] = [r.session_id.in_(sessions)] if sessions else []
+    # Subqueries, because a list of ids could have more values than a statement accepts.
+    chosen: ColumnElement[bool] = r.session_id.in_(sessions)
     if where is not None:
-        join = schema.rollouts.outerjoin(schema.sessions, s.session_id == r.session_id)
-        found = await source.scalars(select(r.rollout_id).select_from(join).where(*parse_where(where)))
-        chosen.append(r.rollout_id.in_(list(found)))
-    rollout_ids = list(await source.scalars(select(r.rollout_id).where(or_(*chosen))))
+        chosen |= r.rollout_id.in_(select_rollouts(where))
+    rollout_ids = select(r.rollout_id).where(chosen)
     of_rollouts = select(r.session_id).where(r.rollout_id.in_(rollout_ids), r.session_id.is_not(None))
     selected = s.session_id.in_(sessions) | s.rollout_id.in_(rollout_ids) | s.session_id.in_(of_rollouts)
-    session_ids = list(await source.scalars(select(s.session_id).where(selected)))
+    session_ids = select(s.session_id).where(selected)
     groups = select(r.group_id).where(r.rollout_id.in_(rollout_ids))
     tasks = select(r.task_id).where(r.rollout_id.in_(rollout_ids))
     calls = select(c.call_id).where(c.session_id.in_(session_ids))

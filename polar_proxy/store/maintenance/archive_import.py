@@ -6,7 +6,7 @@ Promises:
 * Stored rows do not change. Nothing is imported if a row of the archive differs from the stored row with the same key,
   or if a new row would belong to a stored session, rollout or training run, or to a group of this database's own jobs.
 * Nothing that was imported can be run, opened or delivered. Rollouts that had not ended arrive as cancelled; keys,
-  claims and deliveries are left out; groups that hold surplus rollouts for a later job become ordinary groups; jobs,
+  claims and deliveries are left out; holding groups (see `service/groups.py`) become ordinary groups; jobs,
   leases and callbacks are not read at all.
 * Everything that is named by its hash is hashed again. Each value has the type of its column, and each reference leads
   to a row of the archive.
@@ -121,18 +121,18 @@ async def import_archive(
         tables = [table for table in schema.metadata.sorted_tables if table.name not in NOT_EXPORTED]
         await asyncio.to_thread(copy_rows, unpacked.database, own, tables, unpacked.unpacked_limit, progress, models)
         await asyncio.to_thread(unpacked.database.unlink)
-        async with open_database(str(own)) as source:
-            async with source.reading() as rows:
-                used = set(await rows.scalars(select(schema.artifacts.c.sha256)))
+        async with open_database(str(own)) as checked:
+            async with checked.reading() as source:
+                used = set(await source.scalars(select(schema.artifacts.c.sha256)))
             if missing := used - unpacked.artifacts:
                 raise StoreError(f"{file} is damaged: the artifact {min(missing)[:80]!r} is missing from it")
-            if faults := await verify(source, folder / "artifacts", progress):
+            if faults := await verify(checked, folder / "artifacts", progress):
                 raise StoreError(
                     f"Nothing was imported: {file} is damaged or forged, {faults[0].what}: {faults[0].problem}"
                     + (f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else "")
                 )
-            async with source.reading() as rows, database.writing() as target:
-                transfer = _Transfer(rows, target, progress)
+            async with checked.reading() as source, database.writing() as target:
+                transfer = _Transfer(source, target, progress)
                 for table in tables:
                     await transfer.copy(table)
                 await transfer.check_sessions()
@@ -160,9 +160,9 @@ def parents_first(table: Table) -> list[ColumnElement[Any]]:
 class _Transfer:
     """Copies the checked rows of an archive into the database, in the order of their references."""
 
-    def __init__(self, rows: AsyncConnection, target: AsyncConnection, progress: ProgressCallback) -> None:
+    def __init__(self, source: AsyncConnection, target: AsyncConnection, progress: ProgressCallback) -> None:
         self.counts = ArchiveCounts()
-        self._rows = rows
+        self._source = source
         self._target = target
         self._progress = progress
         self._new: dict[str, set[str]] = {owner: set() for owners in _OWNERS.values() for owner, _ in owners}
@@ -172,7 +172,7 @@ class _Transfer:
         if table.name == "rollout_events":
             await self._copy_events()
             return
-        pages = await self._rows.stream(select(table).order_by(*parents_first(table)))
+        pages = await self._source.stream(select(table).order_by(*parents_first(table)))
         async for page in pages.partitions(PAGE):
             new = await self._select_new(table, page)
             await self._check_owners(table, new)
@@ -212,7 +212,8 @@ class _Transfer:
         for owner, column in _OWNERS.get(table.name, ()):
             for row in new:
                 if row[column] is not None and row[column] not in self._new[owner]:
-                    values = tuple(row[c.name] for c in table.primary_key.columns)
+                    # A new event has no number yet.
+                    values = tuple(row.get(c.name) for c in table.primary_key.columns)
                     raise _conflict(table, values, f"would be added to {row[column]}, which is stored already")
         if table.name == "rollouts" and new:
             g = schema.groups.c
@@ -250,22 +251,20 @@ class _Transfer:
         Events are compared without their numbers, because every database assigns its own.
         """
         e = schema.rollout_events.c
-        for rollout_id in list(await self._rows.scalars(select(e.rollout_id).distinct().order_by(e.rollout_id))):
+        for rollout_id in list(await self._source.scalars(select(e.rollout_id).distinct().order_by(e.rollout_id))):
             query = select(e.at, e.kind, e.data).where(e.rollout_id == rollout_id).order_by(e.event_id)
             here = [tuple(row) for row in await self._target.execute(query)]
             new = []
-            for row in map(tuple, await self._rows.execute(query)):
-                if row in here:
-                    here.remove(row)
+            for event in map(tuple, await self._source.execute(query)):
+                if event in here:
+                    here.remove(event)
                     self.counts.known += 1
                 else:
-                    new.append(
-                        {"event_id": None, "rollout_id": rollout_id, "at": row[0], "kind": row[1], "data": row[2]}
-                    )
+                    at, kind, data = event
+                    new.append({"rollout_id": rollout_id, "at": at, "kind": kind, "data": data})
             await self._check_owners(schema.rollout_events, new)
             if new:
-                values = [{name: value for name, value in row.items() if name != "event_id"} for row in new]
-                await self._target.execute(insert(schema.rollout_events), values)
+                await self._target.execute(insert(schema.rollout_events), new)
             self.counts.add("rollout_events", len(new))
 
 

@@ -107,7 +107,7 @@ def refuse_programs(received: Path) -> None:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    return sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
 
 
 def _check_schema(source: sqlite3.Connection, tables: list[Table]) -> None:
@@ -160,7 +160,7 @@ def _copy_table(
 # ---------------------------------------------------------------- values
 
 
-def _check_of(table: Table, column: Column[Any], model: Callable[[Any], None] | None = None) -> Callable[[Any], None]:
+def _check_of(table: Table, column: Column[Any], model: Callable[[Any], None] | None) -> Callable[[Any], None]:
     """Return a function that raises ValueError or StoreError for a value that the column cannot have."""
     check = _check_of_type(table, column, model)
 
@@ -243,7 +243,7 @@ def _check_json(table: str, column: str, text: str, model: Callable[[Any], None]
     value = _json(text)
     form = _JSON_FORMS.get((table, column), dict)
     _require(isinstance(value, form), f"is not a JSON {'list' if form is list else 'object'}")
-    if model is not None and value is not None:
+    if model is not None:
         model(value)
     if table in _CANONICAL:
         _require(json_codec.dumps_text(value) == text, "is not written as Polar writes JSON")
@@ -273,15 +273,15 @@ class UnpackedBytes:
 
     def count(self, table: str, row: Mapping[str, Any]) -> None:
         if table == "nodes":
-            kind = "ids" if row["kind"] == "tokens" else "bytes"
+            is_tokens = row["kind"] == "tokens"
             size = cells.unpacked_size(row["data"])
-            width = cells.width(row["data"]) if kind == "ids" else 1
+            width = cells.width(row["data"]) if is_tokens else 1
             if size is not None and size != row["length"] * width:
                 raise ForgedRowError(
                     f"Nothing was imported: the node {row['node_id'].hex()} has content of another length than its row "
                     "states"
                 )
-            self._add(row["length"] * (4 if kind == "ids" else 1))
+            self._add(row["length"] * (4 if is_tokens else 1))
         elif table in ("completions", "rescores"):
             for name in ("message", "provider_turn", "token_ids", "logprobs"):
                 if row.get(name) is not None:

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, delete, exists, func, or_, select, update
+from sqlalchemy import Column, ColumnElement, Select, and_, delete, exists, false, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import migrate, schema
 from polar_proxy.store.database import Database, Repository
-from polar_proxy.store.filters import parse_where
+from polar_proxy.store.filters import select_rollouts
 from polar_proxy.store.maintenance.verify import IntegrityFault, ProgressCallback, no_progress, verify
 from polar_proxy.store.repositories.artifacts import artifact_path
 from polar_proxy.types import Json
@@ -124,33 +124,42 @@ class MaintenanceRepository(Repository):
         deleted: the session stays, so that its key remains valid. With `where`, only rollouts that meet these
         conditions are deleted with their sessions; sessions without a rollout stay.
         """
-        pruned = PruneResult()
-        conditions = [*_old_rollout(before), *(parse_where(where) if where else [])]
-        join = schema.rollouts.outerjoin(schema.sessions, _s.session_id == _r.session_id)
+        rollouts = (select_rollouts(where) if where else select(_r.rollout_id)).where(*_old_rollout(before))
+        sessions = select(_s.session_id).where(false() if where else and_(*_old_session(before)))
+        if dry_run:
+            return await self._preview(rollouts, sessions)
         async with self._database.reading() as connection:
-            rollouts = list(await connection.scalars(select(_r.rollout_id).select_from(join).where(*conditions)))
-            sessions = (
-                [] if where else list(await connection.scalars(select(_s.session_id).where(*_old_session(before))))
-            )
-            if dry_run:
-                sessions = [*await connection.scalars(_sessions_of(rollouts)), *sessions]
-                calls = select(func.count(_c.call_id)).where(_c.session_id.in_(sessions))
-                a = schema.artifacts.c
-                files = set(await connection.scalars(select(a.sha256).where(a.rollout_id.in_(rollouts))))
-                files -= set(await connection.scalars(select(a.sha256).where(a.rollout_id.not_in(rollouts))))
-                old = await asyncio.to_thread(self._old_files, files)
-                return PruneResult(rollouts, sessions, await connection.scalar(calls) or 0, len(old))
-        done, total = 0, len(rollouts) + len(sessions)
+            rollout_ids = list(await connection.scalars(rollouts))
+            session_ids = list(await connection.scalars(sessions))
+        pruned = PruneResult()
+        done, total = 0, len(rollout_ids) + len(session_ids)
         if not total:
             return pruned
         async with self._indices(_TO_CALLS):
-            for delete_some, ids in ((self._delete_rollouts, rollouts), (self._delete_sessions, sessions)):
+            for delete_some, ids in ((self._delete_rollouts, rollout_ids), (self._delete_sessions, session_ids)):
                 for start in range(0, len(ids), _ROLLOUTS_AT_ONCE):
                     some = ids[start : start + _ROLLOUTS_AT_ONCE]
                     await delete_some(some, before, pruned)
                     done += len(some)
                     progress("rollouts and sessions", done, total)
         return pruned
+
+    async def _preview(self, rollouts: Select[Any], sessions: Select[Any]) -> PruneResult:
+        """Return what `prune` would delete. The queries select the rollouts, and the sessions without a rollout."""
+        # Subqueries, because a list of ids could have more values than a statement accepts.
+        a, of_rollouts = schema.artifacts.c, _sessions_of(rollouts)
+        calls = select(func.count()).where(or_(_c.session_id.in_(of_rollouts), _c.session_id.in_(sessions)))
+        needed = select(a.sha256).where(a.rollout_id.not_in(rollouts))
+        files = select(a.sha256).where(a.rollout_id.in_(rollouts), a.sha256.not_in(needed)).distinct()
+        async with self._database.reading() as connection:
+            preview = PruneResult(
+                rollouts=list(await connection.scalars(rollouts)),
+                sessions=[*await connection.scalars(of_rollouts), *await connection.scalars(sessions)],
+                calls=await connection.scalar(calls) or 0,
+            )
+            hashes = list(await connection.scalars(files))
+        preview.files = len(await asyncio.to_thread(self._old_files, hashes))
+        return preview
 
     async def _delete_rollouts(self, candidates: Sequence[str], before: float, pruned: PruneResult) -> None:
         a = schema.artifacts.c
@@ -333,7 +342,7 @@ def _old_session(before: float) -> list[ColumnElement[bool]]:
     ]
 
 
-def _sessions_of(rollouts: Sequence[str]) -> Any:
+def _sessions_of(rollouts: Sequence[str] | Select[Any]) -> Select[Any]:
     """Select the sessions that belong to these rollouts and to no other rollout."""
     own = select(_r.session_id.label("session_id")).where(_r.rollout_id.in_(rollouts), _r.session_id.is_not(None))
     other = exists().where(_r.session_id == _s.session_id, _r.rollout_id.not_in(rollouts))

@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, case, func, select
+from sqlalchemy import ColumnElement, Connection, case, func, select
 
 from polar_proxy.store import schema
-from polar_proxy.store.database import Repository
+from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.types import FAILED, Json, encode_id
 
 _RANGE_SECONDS = 1800.0
@@ -21,7 +21,6 @@ _LISTED = 10
 _ERROR_LENGTH = 300
 
 _c, _r, _s = schema.calls.c, schema.rollouts.c, schema.sessions.c
-_recent_calls = _c.call_id >= bindparam("first_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,12 @@ class ActivityRepository(Repository):
         failed = func.sum(case((_c.status.in_(sorted(FAILED)), 1), else_=0))
         calls = select(
             func.count(), failed, func.sum(_c.prompt_tokens), func.sum(_c.cached_tokens), func.sum(_c.completion_tokens)
-        ).where(_recent_calls, _c.ended_at >= since)
+        ).where(_recent_calls(), _c.ended_at >= since)
         bad = func.sum(case((_r.status == "done", 0), else_=1))
         ended = select(func.count(), bad).where(_r.ended_at >= since, schema.rollout_is_final)
 
         def read(connection: Connection) -> tuple[Any, Any]:
-            return connection.execute(calls, _bounds()).one(), connection.execute(ended).one()
+            return connection.execute(calls).one(), connection.execute(ended).one()
 
         call_row, rollout_row = await self._database.read(read)
         names = ("calls", "failed_calls", "prompt_tokens", "cached_tokens", "completion_tokens")
@@ -75,12 +74,9 @@ class ActivityRepository(Repository):
 
     async def sessions(self, seconds: float) -> list[ActiveSessionRow]:
         """Return the sessions with a call that ended in the last `seconds`, the most recently used first."""
-        recent = select(_c.session_id).where(_recent_calls, _c.ended_at >= time.time() - seconds)
-        columns = [_s[name] for name in ActiveSessionRow.__dataclass_fields__]
-        query = select(*columns).where(_s.session_id.in_(recent)).order_by(_s.last_call_at.desc()).limit(_LISTED)
-        return await self._database.read(
-            lambda connection: [ActiveSessionRow(*row) for row in connection.execute(query, _bounds())]
-        )
+        recent = select(_c.session_id).where(_recent_calls(), _c.ended_at >= time.time() - seconds)
+        query = select(*row_columns(ActiveSessionRow, schema.sessions)).where(_s.session_id.in_(recent))
+        return await self._rows(ActiveSessionRow, query.order_by(_s.last_call_at.desc()).limit(_LISTED))
 
     async def unfinished(self) -> dict[str, int]:
         """Return the number of rollouts in each status that is not final."""
@@ -91,7 +87,7 @@ class ActivityRepository(Repository):
         """Return the newest failed calls and rollouts of the last half hour, newest first."""
         calls = (
             select(_c.ended_at, _c.call_id, _c.session_id, _c.status, _c.error)
-            .where(_recent_calls, _c.status.in_(sorted(FAILED)))
+            .where(_recent_calls(), _c.status.in_(sorted(FAILED)))
             .order_by(_c.call_id.desc())
         )
         status_and_cause: Any = _r.status + func.coalesce(" (" + _r.cause + ")", "")
@@ -102,7 +98,7 @@ class ActivityRepository(Repository):
         )
 
         def read(connection: Connection) -> list[Any]:
-            return [*connection.execute(calls.limit(_LISTED), _bounds()), *connection.execute(rollouts.limit(_LISTED))]
+            return [*connection.execute(calls.limit(_LISTED)), *connection.execute(rollouts.limit(_LISTED))]
 
         rows = await self._database.read(read)
         found = [
@@ -112,8 +108,8 @@ class ActivityRepository(Repository):
         return sorted(found, key=lambda one: one.at, reverse=True)[:_LISTED]
 
 
-def _bounds() -> Json:
-    return {"first_id": id_at("call", time.time() - _RANGE_SECONDS)}
+def _recent_calls() -> ColumnElement[bool]:
+    return _c.call_id >= id_at("call", time.time() - _RANGE_SECONDS)
 
 
 def id_at(prefix: str, seconds: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Update, insert, select, update
 
+from polar_proxy.atomic_file import replace_file
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database, Repository, row_columns
-from polar_proxy.store.secrets import bytes_without_secrets, clean_label, json_without_secrets, log_without_secrets
+from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, log_without_secrets, storable_text
 from polar_proxy.types import Json, new_id
 
 _w = schema.rewards.c
@@ -79,7 +79,7 @@ class RewardRepository(Repository):
             session_id,
             trace_id,
             call_id,
-            clean_label(source) or "",
+            storable_text(source) or "",
             value,
             json_without_secrets(detail),
             time.time(),
@@ -187,15 +187,7 @@ def write_artifact(folder: Path, data: bytes) -> str:
             os.utime(path)  # makes the file young: `polar db prune` does not remove young files
             return sha256
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Written to another file and renamed, so that a file with this name is always complete.
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink()
-            raise
+        replace_file(path, data)
     except OSError as error:
         raise StoreError(f"An artifact cannot be written below {folder}: {error.strerror}") from error
     return sha256

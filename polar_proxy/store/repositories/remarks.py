@@ -11,7 +11,7 @@ from sqlalchemy import Connection, insert, select, update
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.secrets import clean_label, without_secrets
+from polar_proxy.store.secrets import storable_text
 from polar_proxy.types import RemarkKind, new_id
 
 REMARK_KINDS: dict[str, RemarkKind] = {kind: kind for kind in get_args(RemarkKind)}
@@ -67,9 +67,9 @@ class RemarkRepository(Repository):
             rollout_id,
             session_id,
             kind,
-            (clean_label(text) if kind == "label" else without_secrets(text)) if text else None,
+            storable_text(text) if text else None,
             rating if kind == "rating" else None,
-            clean_label(author) or "",
+            storable_text(author) or "",
             time.time(),
         )
         table, key = (schema.sessions, session_id) if rollout_id is None else (schema.rollouts, rollout_id)

@@ -17,9 +17,9 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, func, insert, se
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import json_codec, schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.filters import column_of, is_number, parse_conditions, parse_where
+from polar_proxy.store.filters import column_of, is_number, parse_conditions, parse_where, rollouts_with_sessions
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES, RolloutStatus
-from polar_proxy.store.secrets import without_secrets
+from polar_proxy.store.secrets import storable_text
 from polar_proxy.types import Json
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,9 @@ _e = schema.rollout_events.c
 
 class ClaimLostError(StoreError):
     """The rollout has ended, or another worker claimed it."""
+
+    def __init__(self, rollout_id: str) -> None:
+        super().__init__(f"The rollout {rollout_id} has ended, or another worker claimed it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +216,14 @@ class RolloutRepository(Repository):
         return " ".join(["No rollout matches all conditions.", *found])
 
     async def _count(self, *conditions: ColumnElement[bool]) -> int:
-        query = select(func.count(_r.rollout_id)).select_from(_rollouts_with_sessions).where(*conditions)
+        query = select(func.count(_r.rollout_id)).select_from(rollouts_with_sessions).where(*conditions)
         (number,) = await self._scalars(query)
         return int(number)
 
     async def _describe_values(self, name: str) -> str:
         """Return the range of a numeric field, or the most frequent values of another field, each with its count."""
         column = column_of(name)
-        joined = _rollouts_with_sessions.join(schema.tasks, _t.task_id == _r.task_id)
+        joined = rollouts_with_sessions.join(schema.tasks, _t.task_id == _r.task_id)
         if is_number(name):
             (row,) = await self._rows(lambda *row: row, select(func.min(column), func.max(column)).select_from(joined))
             return f"No rollout has a {name}." if row[0] is None else f"Values of {name}: {row[0]:g} to {row[1]:g}."
@@ -257,7 +260,7 @@ class RolloutRepository(Repository):
         """Change the given columns without a claim. Raises StoreError if `status` would change a final status."""
         if status is not None and status not in ROLLOUT_STATUSES:
             raise UsageError(f"{status!r} is not a rollout status. Statuses: {', '.join(sorted(ROLLOUT_STATUSES))}")
-        values = _given(error=_clean_error(error), incomplete=incomplete, sandbox=sandbox)
+        values = _given(error=storable_text(error), incomplete=incomplete, sandbox=sandbox)
 
         def write(connection: Connection) -> None:
             found = connection.execute(_lock_rollout.where(_r.rollout_id == rollout_id)).one_or_none()
@@ -315,7 +318,7 @@ class RolloutRepository(Repository):
         `masked`: the rollout counts in its group's baseline but is not trained on.
         """
         now = time.time()
-        values = {"cause": cause, "incomplete": incomplete, "masked": masked, **_given(error=_clean_error(error))}
+        values = {"cause": cause, "incomplete": incomplete, "masked": masked, **_given(error=storable_text(error))}
 
         def write(connection: Connection) -> None:
             _change_status(connection, claim, status, now, values)
@@ -344,7 +347,6 @@ class RolloutRepository(Repository):
 
 
 _LISTED_VALUES = 8
-_rollouts_with_sessions = schema.rollouts.outerjoin(schema.sessions, _s.session_id == _r.session_id)
 _lock_rollout = select(_r.rollout_id, _r.status, _r.attempt, _r.claimed_by, _r.started_at).with_for_update()
 """Query that reads a rollout's status and claim, and locks its row. FOR UPDATE matters on PostgreSQL. On SQLite the
 transaction already holds the write lock."""
@@ -362,7 +364,7 @@ def _select_rollouts(builder: str) -> Select[Any]:
         traces=select(func.count()).select_from(schema.traces).where(of_rollout).scalar_subquery(),
         trained_tokens=trained_tokens.scalar_subquery(),
     )
-    return select(*columns).select_from(_rollouts_with_sessions)
+    return select(*columns).select_from(rollouts_with_sessions)
 
 
 def _stages_of(claim: Claim) -> ColumnElement[bool]:
@@ -371,10 +373,6 @@ def _stages_of(claim: Claim) -> ColumnElement[bool]:
 
 def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _clean_error(error: str | None) -> str | None:
-    return None if error is None else json_codec.clean_text(without_secrets(error))
 
 
 def _log_status(claim: Claim, status: RolloutStatus, cause: str | None = None) -> None:
@@ -393,9 +391,8 @@ def _change_status(
         or found.status in FINAL_STATUSES
         or (found.attempt, found.claimed_by) != (claim.attempt, claim.claimed_by)
     ):
-        raise ClaimLostError(f"The rollout {claim.rollout_id} has ended, or another worker claimed it")
-    values |= _status_values(connection, found, status, now)
-    update_rollouts(connection, mine, **values)
+        raise ClaimLostError(claim.rollout_id)
+    update_rollouts(connection, mine, **values, **_status_values(connection, found, status, now))
 
 
 def _status_values(connection: Connection, rollout: Any, status: RolloutStatus, now: float) -> dict[str, Any]:

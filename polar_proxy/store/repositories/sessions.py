@@ -16,7 +16,7 @@ from polar_proxy.store import schema
 from polar_proxy.store.batch_writer import BatchWriter, concerns_any_record
 from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.repositories.outage_marks import OutageMark
-from polar_proxy.store.secrets import clean_label
+from polar_proxy.store.secrets import storable_text
 from polar_proxy.types import Json, new_id
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class SessionRepository(Repository):
         if key_hash is not None and len(key_hash) != 32:
             raise UsageError(f"`key_hash` has {len(key_hash)} bytes: give the SHA-256 of the session key (32 bytes).")
         session_id = session_id or new_id("sess")
-        row = SessionRow(session_id, clean_label(label), origin, rollout_id, policy, time.time(), None, None)
+        row = SessionRow(session_id, storable_text(label), origin, rollout_id, policy, time.time(), None, None)
         stored = await self._creations.add(_NewSession(row, key_hash))
         if (stored.session_id, stored.created_at) == (session_id, row.created_at):  # stored by this very call
             of = f" of rollout {rollout_id}" if rollout_id else f" {stored.label!r}" if stored.label else ""
@@ -252,7 +252,7 @@ class ApiKeyRepository(Repository):
             raise UsageError(f"The role of an API key is {' or '.join(get_args(ApiRole))}, not {role!r}.")
         if len(key_hash) != 32:
             raise UsageError(f"`key_hash` has {len(key_hash)} bytes: give the SHA-256 of the API key (32 bytes).")
-        values = {"role": role, "label": clean_label(label), "created_at": time.time()}
+        values = {"role": role, "label": storable_text(label), "created_at": time.time()}
         await self._write(self._database.insert_new(schema.api_keys).values(key_hash=key_hash, **values))
         found = await self.get(key_hash)
         assert found is not None

@@ -22,10 +22,10 @@ from sqlalchemy import Connection, and_, exists, func, insert, or_, select, upda
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.secrets import clean_label
+from polar_proxy.store.secrets import storable_text
 from polar_proxy.store.service.groups import update_groups
 from polar_proxy.store.service.job_events import insert_job_event
-from polar_proxy.store.service.queue import cancel_rollouts
+from polar_proxy.store.service.queue import cancel_rollouts, version_number
 from polar_proxy.types import new_id
 
 _g = schema.groups.c
@@ -35,6 +35,9 @@ _r = schema.rollouts.c
 
 class LeaseExpiredError(StoreError):
     """The lease has expired or never existed."""
+
+    def __init__(self, lease_id: str) -> None:
+        super().__init__(f"The lease {lease_id} has expired or never existed: its group may be with another consumer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,43 +100,38 @@ class FeedRepository(Repository):
         number, no group is dropped, and UsageError is raised if `max_staleness` is given.
         """
         now = time.time()
-        current = _number(policy_version)
+        current = version_number(policy_version)
         if max_staleness is not None and current is None:
             raise UsageError(f"max_staleness needs a policy version that is a number, not {policy_version!r}.")
-        leases: list[GroupLease] = []
-        stale: dict[int, list[str]] = {}
 
-        def write(connection: Connection) -> None:
+        def write(connection: Connection) -> LeaseBatch:
             _expire(connection, now)
             # More than the limit, because some may be too stale.
             waiting = select(_g.group_id, _g.max_staleness).where(_g.delivery == "waiting")
             query = waiting.order_by(_g.ended_at, _g.group_id).with_for_update(skip_locked=True).limit(limit * 4 + 16)
+            leases: list[GroupLease] = []
+            exceeded: dict[str, int] = {}  # group id -> the limit that its staleness exceeds
             for group_id, own_limit in connection.execute(query).all():
                 if len(leases) == limit:
                     break
                 oldest = None if current is None else _oldest_version(connection, group_id)
                 staleness = None if current is None or oldest is None else current - oldest
-                limits = [one for one in (max_staleness, own_limit) if one is not None and current is not None]
+                limits = [] if current is None else [one for one in (max_staleness, own_limit) if one is not None]
                 if limits and (staleness is None or staleness > min(limits)):
-                    stale.setdefault(min(limits), []).append(group_id)
+                    exceeded[group_id] = min(limits)
                     continue
                 version = None if oldest is None else str(oldest)
-                lease = GroupLease(new_id("lease"), group_id, consumer, now + seconds, staleness, version)
-                leases.append(lease)
-                values = {
-                    "lease_id": lease.lease_id,
-                    "group_id": group_id,
-                    "consumer": clean_label(consumer),
-                    "leased_at": now,
-                }
-                new = insert(schema.leases).values(policy_version=policy_version, expires_at=lease.expires_at, **values)
-                connection.execute(new)
+                leases.append(GroupLease(new_id("lease"), group_id, consumer, now + seconds, staleness, version))
+            for lease in leases:
+                values = {"lease_id": lease.lease_id, "group_id": lease.group_id, "expires_at": lease.expires_at}
+                values |= {"consumer": storable_text(consumer), "policy_version": policy_version, "leased_at": now}
+                connection.execute(insert(schema.leases).values(values))
             _set_delivery(connection, now, [lease.group_id for lease in leases], "leased")
-            for bound, groups in stale.items():
-                _set_delivery(connection, now, groups, "dropped", _stale_reason(bound))
+            for group_id, max_age in exceeded.items():
+                _set_delivery(connection, now, [group_id], "dropped", _stale_reason(max_age))
+            return LeaseBatch(tuple(leases), tuple(exceeded))
 
-        await self._database.write(write)
-        return LeaseBatch(tuple(leases), tuple(group_id for groups in stale.values() for group_id in groups))
+        return await self._database.write(write)
 
     async def any_waiting(self) -> bool:
         """Return whether a group waits for a consumer or has an expired lease."""
@@ -146,7 +144,7 @@ class FeedRepository(Repository):
 
         Returns the ids of the groups, and the ids of their claimed rollouts, which the workers must end.
         """
-        current = _number(policy_version)
+        current = version_number(policy_version)
         if current is None:
             return [], []
         now = time.time()
@@ -162,7 +160,7 @@ class FeedRepository(Repository):
         limits = {
             row.group_id: row.max_staleness
             for row in rows
-            if (version := _number(row.policy_version)) is not None and current - version > row.max_staleness
+            if (version := version_number(row.policy_version)) is not None and current - version > row.max_staleness
         }
         if not limits:
             return [], []
@@ -194,7 +192,7 @@ class FeedRepository(Repository):
             mine = and_(_l.lease_id == lease_id, _l.ended_at.is_(None))
             changed = connection.execute(update(schema.leases).where(mine).values(expires_at=now + seconds))
             if changed.rowcount != 1:
-                raise _expired_error(lease_id)
+                raise LeaseExpiredError(lease_id)
 
         await self._database.write(write)
         return now + seconds
@@ -226,18 +224,12 @@ class FeedRepository(Repository):
             if found is not None and found.outcome == outcome:
                 return  # repeated by a client that got no response
             if found is None or found.outcome is not None:
-                raise _expired_error(lease_id)
+                raise LeaseExpiredError(lease_id)
             ended = update(schema.leases).where(_l.lease_id == lease_id).values(ended_at=now, outcome=outcome)
             connection.execute(ended)
             _set_delivery(connection, now, [found.group_id], delivery)
 
         await self._database.write(write)
-
-
-def _expired_error(lease_id: str) -> LeaseExpiredError:
-    return LeaseExpiredError(
-        f"The lease {lease_id} has expired or never existed: its group may be with another consumer"
-    )
 
 
 def _expire(connection: Connection, now: float) -> None:
@@ -266,14 +258,10 @@ def _oldest_version(connection: Connection, group_id: str) -> int | None:
     """Return the lowest policy version of the group's finished rollouts; None if a version is missing or not a
     number."""
     query = select(_r.policy_version).where(_r.group_id == group_id, _r.status.in_(("done", "timed_out")))
-    versions = [_number(version) for version in connection.scalars(query)]
+    versions = [version_number(version) for version in connection.scalars(query)]
     known = [version for version in versions if version is not None]
     return min(known) if known and len(known) == len(versions) else None
 
 
 def _stale_reason(max_staleness: int) -> str:
     return f"more than {max_staleness} policy versions old"
-
-
-def _number(version: str | None) -> int | None:
-    return int(version) if version is not None and version.isdecimal() else None

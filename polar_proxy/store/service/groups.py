@@ -7,12 +7,13 @@ so that its work is not lost.
 A carried-over rollout changes places with a rollout of the later group that has not started. The replaced rollout moves
 to the earlier group and is cancelled. So every group keeps its size and each rollout counts in one group. Overflow for
 which no rollout can be replaced waits in a holding group, which has no job and is not for training, until `carry_over`
-finds a place for it.
+finds a rollout that it can replace.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from polar_proxy.store import json_codec, schema
 from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.repositories.rollouts import insert_event, update_rollouts
 from polar_proxy.store.service.job_events import CallbackKind, insert_job_event, queue_callback
-from polar_proxy.store.service.queue import cancel_rollouts, not_ending
+from polar_proxy.store.service.queue import cancel_rollouts, not_ending, unowned, version_number
 from polar_proxy.types import Json, new_id
 
 KEEP_OVERFLOW = {"overflow": "keep"}
@@ -149,12 +150,9 @@ class GroupRepository(Repository):
             cancel_rollouts(connection, and_(_r.group_id == group_id, _r.claimed_by.is_(None)), now)
             running = select(schema.rollouts).where(_r.group_id == group_id, ~_final, not_ending)
             overflow = connection.execute(running.order_by(_r.group_index).with_for_update()).all()
-            places = _places(connection, group.task_id, _g.group_id != group_id) if overflow else []
-            moved: dict[str, str] = {}
-            for row in overflow:
-                if place := _take_place(row, places):
-                    _swap(connection, row, place, now)
-                    moved[row.rollout_id] = place.group_id
+            if not overflow:
+                return {}
+            moved = _replace_unstarted(connection, overflow, group.task_id, _g.group_id != group_id, now)
             waiting = [row for row in overflow if row.rollout_id not in moved]
             if waiting:
                 holding_group = _add_holding_group(connection, group.task_id, group_id, len(waiting), now)
@@ -181,10 +179,9 @@ class GroupRepository(Repository):
         def write(connection: Connection) -> list[str]:
             query = select(_g.task_id).where(_g.group_id == group_id).with_for_update()
             task_id = connection.scalars(query).one()
-            places = _places(connection, task_id, _g.group_id == group_id)
             without_job = select(_g.group_id, _g.config).where(_g.task_id == task_id, _g.job_id.is_(None))
             holding_groups = [row.group_id for row in connection.execute(without_job) if HOLDING_FOR in row.config]
-            if not places or not holding_groups:
+            if not holding_groups:
                 return []
             usable = or_(_r.status.in_(("done", "timed_out")), ~_final)
             waiting = (
@@ -193,14 +190,8 @@ class GroupRepository(Repository):
                 .order_by(_r.rollout_id)
             )
             rows = connection.execute(waiting.with_for_update(skip_locked=True)).all()
-            carried_over = []
-            for row in rows:
-                if _is_stale(row.policy_version, policy_version, max_staleness):
-                    continue
-                if place := _take_place(row, places):
-                    _swap(connection, row, place, now)
-                    carried_over.append(row.rollout_id)
-            return carried_over
+            fresh = [row for row in rows if not _is_stale(row.policy_version, policy_version, max_staleness)]
+            return list(_replace_unstarted(connection, fresh, task_id, _g.group_id == group_id, now))
 
         return await self._database.write(write)
 
@@ -217,40 +208,46 @@ def _end_job(connection: Connection, job_id: str, now: float) -> None:
         queue_callback(connection, job_id, "job.ended", None, now)
 
 
-def _places(connection: Connection, task_id: str, which: ColumnElement[bool]) -> list[Any]:
-    """Return the rollouts that overflow may replace: those of this task that have not started, in open groups that
-    accept overflow.
+def _replace_unstarted(
+    connection: Connection, overflow: Sequence[Any], task_id: str, which: ColumnElement[bool], now: float
+) -> dict[str, str]:
+    """Let each overflow rollout replace a rollout of the task that has not started, if there is one with the same agent
+    and configuration, in an open group that accepts overflow and meets `which`.
 
-    They are in queue order. `which`: a condition on the groups.
+    The first one in queue order is replaced. Returns the moved rollouts: rollout id -> id of the new group.
     """
     query = (
         select(schema.rollouts, _g.config.label("group_config"))
         .join(schema.groups, _g.group_id == _r.group_id)
-        .where(_g.task_id == task_id, _g.status == "open", which, _not_started, _r.owner_pid.is_(None))
+        .where(_g.task_id == task_id, _g.status == "open", which, _not_started, unowned)
         .order_by(_r.group_id, _r.group_index)
         .with_for_update(skip_locked=True)
     )
     rows = connection.execute(query).all()
-    return [row for row in rows if KEEP_OVERFLOW.items() <= row.group_config.items()]
+    unstarted = [row for row in rows if KEEP_OVERFLOW.items() <= row.group_config.items()]
+    moved: dict[str, str] = {}
+    for rollout in overflow:
+        replaced = next((row for row in unstarted if _may_replace(rollout, row)), None)
+        if replaced is not None:
+            unstarted.remove(replaced)
+            _swap(connection, rollout, replaced, now)
+            moved[rollout.rollout_id] = replaced.group_id
+    return moved
 
 
-def _take_place(rollout: Any, places: list[Any]) -> Any | None:
-    """Remove from `places` the first rollout that `rollout` may replace, and return it; None if there is none."""
-    for place in places:
-        # The sandbox is not compared: it may be chosen later. The model is empty if the engine was not known yet.
-        models = {rollout.model, place.model} - {""}
-        if (rollout.harness, rollout.config) == (place.harness, place.config) and len(models) < 2:
-            places.remove(place)
-            return place
-    return None
+def _may_replace(rollout: Any, other: Any) -> bool:
+    # The sandbox is not compared: it may be chosen later. The model is empty if the engine was not known yet.
+    models = {rollout.model, other.model} - {""}
+    return (rollout.harness, rollout.config) == (other.harness, other.config) and len(models) < 2
 
 
-def _swap(connection: Connection, rollout: Any, place: Any, now: float) -> None:
-    """Exchange the groups of `rollout` and of `place`, a rollout that has not started. Then cancel `place`."""
-    _move(connection, rollout, place.group_id, place.group_index, place.job_id, now)
-    which = _r.rollout_id == place.rollout_id
-    old_place = {"group_id": rollout.group_id, "group_index": rollout.group_index, "job_id": rollout.job_id}
-    update_rollouts(connection, which, **old_place)
+def _swap(connection: Connection, rollout: Any, replaced: Any, now: float) -> None:
+    """Exchange the groups of two rollouts, and cancel `replaced`, which has not started."""
+    _move(connection, rollout, replaced.group_id, replaced.group_index, replaced.job_id, now)
+    which = _r.rollout_id == replaced.rollout_id
+    update_rollouts(
+        connection, which, group_id=rollout.group_id, group_index=rollout.group_index, job_id=rollout.job_id
+    )
     cancel_rollouts(connection, which, now)
     error = f"replaced by {rollout.rollout_id}, which was carried over from another group"
     update_rollouts(connection, which, error=error)
@@ -274,6 +271,5 @@ def update_groups(connection: Connection, which: ColumnElement[bool], **values: 
 
 
 def _is_stale(version: str | None, current: str | None, max_staleness: int) -> bool:
-    if version is None or current is None or not (version.isdecimal() and current.isdecimal()):
-        return False
-    return int(current) - int(version) > max_staleness
+    then, now = version_number(version), version_number(current)
+    return then is not None and now is not None and now - then > max_staleness

@@ -19,20 +19,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from sqlalchemy import Column, Connection, Row, Select, exists, func, insert, select, update
 
 from polar_proxy.errors import UsageError
-from polar_proxy.store import json_codec, schema
+from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.secrets import without_secrets
+from polar_proxy.store.secrets import storable_text
 from polar_proxy.types import Json, new_id
 
 CallbackKind = Literal["group.finished", "group.cancelled", "job.ended"]
 
-_Page = tuple[Sequence[Row[Any]], bool]
-"""Rows ordered by their numbers, and whether there may be more."""
 _GAP_SECONDS = 10.0
 """If an event number is missing for longer than this, the transaction that took the number was rolled back."""
 
@@ -42,14 +40,13 @@ _b, _j = schema.callbacks.c, schema.jobs.c
 
 @dataclass(frozen=True, slots=True)
 class EventCursor:
-    """A position in the stream: the numbers of the last events that were read from `rollout_events` (`stage`) and from
-    `job_events` (`job`)."""
+    """A position in the stream: the numbers of the last rollout event and of the last job event that were read."""
 
-    stage: int = 0
-    job: int = 0
+    rollout_event: int = 0
+    job_event: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}-{self.job}"
+        return f"{self.rollout_event}-{self.job_event}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -58,6 +55,14 @@ class EventCursor:
         if match is None:
             raise UsageError(f"{text!r} is not a position in the event stream: give the id of an event.")
         return cls(int(match[1]), int(match[2]))
+
+
+class _Page(NamedTuple):
+    """Rows of one table, ordered by their numbers."""
+
+    rows: Sequence[Row[Any]]
+    may_have_more: bool
+    """Whether the table may have more rows than were read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,7 @@ class JobEventRepository(Repository):
         if job_id is None:
             return await self._position(func.max, None)
         first = await self._position(func.min, job_id)
-        return EventCursor(max(first.stage - 1, 0), max(first.job - 1, 0))
+        return EventCursor(max(first.rollout_event - 1, 0), max(first.job_event - 1, 0))
 
     async def end(self, job_id: str) -> EventCursor:
         """Return the position after the last event of a job so far."""
@@ -119,13 +124,13 @@ class JobEventRepository(Repository):
         Only the events of this job count; if `job_id` is None, the events of all jobs. A number is 0 if there is no
         such event.
         """
-        stage, job = select(pick(_e.event_id)), select(pick(_je.job_event_id))
+        rollout_query, job_query = select(pick(_e.event_id)), select(pick(_je.job_event_id))
         if job_id is not None:
-            stage = stage.join(schema.rollouts, _r.rollout_id == _e.rollout_id).where(_r.job_id == job_id)
-            job = job.where(_je.job_id == job_id)
+            joined = rollout_query.join(schema.rollouts, _r.rollout_id == _e.rollout_id)
+            rollout_query, job_query = joined.where(_r.job_id == job_id), job_query.where(_je.job_id == job_id)
 
         def read(connection: Connection) -> EventCursor:
-            return EventCursor(connection.scalar(stage) or 0, connection.scalar(job) or 0)
+            return EventCursor(connection.scalar(rollout_query) or 0, connection.scalar(job_query) or 0)
 
         return await self._database.read(read)
 
@@ -152,43 +157,42 @@ class JobEventRepository(Repository):
         rollout_query = (
             select(_e.event_id, _e.at, _e.rollout_id, _e.kind, _e.data, _r.job_id, _r.group_id)
             .join(schema.rollouts, _r.rollout_id == _e.rollout_id)
-            .where(_e.event_id > after.stage)
+            .where(_e.event_id > after.rollout_event)
         )
         job_query = select(_je.job_event_id, _je.at, _je.job_id, _je.group_id, _je.kind, _je.data)
-        job_query = job_query.where(_je.job_event_id > after.job)
+        job_query = job_query.where(_je.job_event_id > after.job_event)
 
         def read(connection: Connection) -> tuple[_Page, _Page]:
-            rollout_page = self._page(connection, rollout_query, _e.event_id, after.stage, limit)
-            return rollout_page, self._page(connection, job_query, _je.job_event_id, after.job, limit)
+            rollout_page = self._page(connection, rollout_query, _e.event_id, after.rollout_event, limit)
+            return rollout_page, self._page(connection, job_query, _je.job_event_id, after.job_event, limit)
 
         rollout_page, job_page = await self._database.read(read)
         position = after
         found: list[JobEventRow] = []
-        for row in _merge(*rollout_page, *job_page):
-            event: JobEventRow | None = None
-            if hasattr(row, "event_id"):
-                position = EventCursor(row.event_id, position.job)
-                if row.kind == "status":
-                    ids = {"job_id": row.job_id, "group_id": row.group_id, "rollout_id": row.rollout_id}
-                    event = JobEventRow(position, "stage", row.at, {**ids, **row.data})
+        for row in _merge(rollout_page, job_page):
+            ids = {"job_id": row.job_id, "group_id": row.group_id}
+            kind = row.kind
+            if hasattr(row, "event_id"):  # an event of a rollout
+                position = EventCursor(row.event_id, position.job_event)
+                if kind != "status":
+                    continue
+                ids["rollout_id"], kind = row.rollout_id, "stage"
             else:
-                position = EventCursor(position.stage, row.job_event_id)
-                ids = {"job_id": row.job_id, "group_id": row.group_id}
-                event = JobEventRow(position, row.kind, row.at, {**ids, **row.data})
-            if event is not None and (job_id is None or row.job_id == job_id):
-                found.append(event)
+                position = EventCursor(position.rollout_event, row.job_event_id)
+            if job_id is None or row.job_id == job_id:
+                found.append(JobEventRow(position, kind, row.at, {**ids, **row.data}))
         return found, position
 
     def _page(self, connection: Connection, query: Select[Any], number: Column[Any], after: int, limit: int) -> _Page:
-        """Return rows ordered by their numbers, and whether there may be more that cannot be returned yet."""
+        """Return the next rows. On PostgreSQL, leave out those that follow a missing number (see the first promise)."""
         rows: Sequence[Row[Any]] = connection.execute(query.order_by(number).limit(limit)).all()
         if self._database.dialect == "postgresql":
             expected, now = after + 1, time.time()
             for index, row in enumerate(rows):
                 if row[0] != expected and row.at > now - _GAP_SECONDS:
-                    return rows[:index], True
+                    return _Page(rows[:index], True)
                 expected = row[0] + 1
-        return rows, len(rows) == limit
+        return _Page(rows, len(rows) == limit)
 
 
 class CallbackRepository(Repository):
@@ -229,7 +233,7 @@ class CallbackRepository(Repository):
         """Record a failed attempt. `retry_after`: seconds until the next attempt; None: give up."""
         values = {
             "next_attempt_at": None if retry_after is None else time.time() + retry_after,
-            "error": json_codec.clean_text(without_secrets(error)),
+            "error": storable_text(error),
         }
         undelivered = (_b.callback_id == callback_id, _b.delivered_at.is_(None))
         await self._write(update(schema.callbacks).where(*undelivered).values(**values))
@@ -239,21 +243,20 @@ class CallbackRepository(Repository):
         return await self._rows(CallbackRow, _select_callbacks.where(_b.job_id == job_id))
 
 
-def _merge(
-    rollout_rows: Sequence[Row[Any]], more_rollout_rows: bool, job_rows: Sequence[Row[Any]], more_job_rows: bool
-) -> Iterator[Row[Any]]:
-    """Merge the rows of two ordered sequences by time.
+def _merge(rollout_page: _Page, job_page: _Page) -> Iterator[Row[Any]]:
+    """Merge the rows of two pages by time.
 
-    `more_...`: the sequence may have more rows than were read. The merge then stops after the last row that was read
-    from this sequence, because its next row may come before the remaining rows of the other sequence. At equal times,
-    rollout events come after the opening of the job and before its end, which they cause.
+    If a page may have more rows, the merge stops after its last row, because the next row of its table may come before
+    the remaining rows of the other page. At equal times, rollout events come after the opening of the job and before
+    its end, which they cause.
     """
-    of_rollouts, of_jobs = deque(rollout_rows), deque(job_rows)
+    of_rollouts, of_jobs = deque(rollout_page.rows), deque(job_page.rows)
     while of_rollouts and of_jobs:
         job = of_jobs[0]
         job_first = (job.at, job.data.get("status") != "open") < (of_rollouts[0].at, True)
         yield (of_jobs if job_first else of_rollouts).popleft()
-    if not (more_rollout_rows if of_jobs else more_job_rows):
+    exhausted = rollout_page if of_jobs else job_page
+    if not exhausted.may_have_more:
         yield from of_rollouts or of_jobs
 
 

@@ -22,7 +22,7 @@ from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.repositories.rollouts import insert_status_event
-from polar_proxy.store.secrets import clean_label
+from polar_proxy.store.secrets import storable_text
 from polar_proxy.store.service.groups import update_groups
 from polar_proxy.store.service.job_events import insert_job_event, queue_callback
 from polar_proxy.store.service.queue import cancel_rollouts
@@ -118,7 +118,7 @@ class JobRepository(Repository):
         new = self._database.insert_new(schema.jobs).values(
             job_id=job_id,
             idempotency_key=idempotency_key,
-            label=clean_label(label),
+            label=storable_text(label),
             spec=spec,
             priority=priority,
             status=status,

@@ -43,6 +43,8 @@ _st = schema.stages.c
 _final = schema.rollout_is_final
 not_ending = or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED)
 """SQL condition: the rollout's worker has not been asked to end it."""
+unowned = _r.owner_pid.is_(None)
+"""SQL condition: no process runs the rollout for itself (`polar run`), so the workers of all servers may claim it."""
 
 
 class QueueRepository(Repository):
@@ -61,7 +63,7 @@ class QueueRepository(Repository):
         now = time.time()
 
         def write(connection: Connection) -> list[Claim]:
-            conditions = [_job_may_start(now), _within(job_id)]
+            conditions = [_job_may_start(now), _of_job_or_unowned(job_id)]
             if (fresh := staleness_filter(connection)) is not None:
                 conditions.append(fresh)
             ids = list(connection.scalars(_next_in_queue(conditions).limit(limit)))
@@ -112,7 +114,7 @@ class QueueRepository(Repository):
             lambda connection: _requeue(connection, and_(*held), cause, now, counts=counts)
         )
         if not attempt:
-            raise ClaimLostError(f"The rollout {claim.rollout_id} has ended, or another worker claimed it")
+            raise ClaimLostError(claim.rollout_id)
         return attempt[claim.rollout_id]
 
     async def cancel(self, rollout_id: str) -> bool:
@@ -135,17 +137,17 @@ class QueueRepository(Repository):
         its cancellation was requested. `job_id`: only rollouts of this job. None: rollouts of all jobs that no
         process owns.
         """
-        return await self._reclaim(and_(_r.lease_expires_at < time.time(), _within(job_id)), attempts)
+        return await self._reclaim(and_(_r.lease_expires_at < time.time(), _of_job_or_unowned(job_id)), attempts)
 
     async def workers(self) -> set[str]:
         """Return the workers that have claimed rollouts. Processes that run a job for themselves (`polar run`) are left
         out."""
-        query = select(_r.claimed_by).where(_r.claimed_by.is_not(None), ~_final, _within(None)).distinct()
+        query = select(_r.claimed_by).where(_r.claimed_by.is_not(None), ~_final, unowned).distinct()
         return set(await self._scalars(query))
 
     async def reclaim_from(self, worker: str, *, attempts: int) -> dict[str, int]:
         """Do what `reclaim_expired` does, for all rollouts of a worker that is known to be dead."""
-        return await self._reclaim(and_(_r.claimed_by == worker, _within(None)), attempts)
+        return await self._reclaim(and_(_r.claimed_by == worker, unowned), attempts)
 
     async def _reclaim(self, which: ColumnElement[bool], attempts: int) -> dict[str, int]:
         now = time.time()
@@ -215,7 +217,7 @@ class FleetRepository(Repository):
 
         Rollouts that a process runs for itself (`owner_pid`) are not included.
         """
-        claimed = and_(_r.claimed_by.is_not(None), _r.owner_pid.is_(None), ~_final)
+        claimed = and_(_r.claimed_by.is_not(None), unowned, ~_final)
         return await self._scalars(select(_r.rollout_id).where(claimed).order_by(_r.rollout_id))
 
 
@@ -252,13 +254,15 @@ def _groups_per_version(connection: Connection) -> float | None:
     The newest version is left out, because its groups may not all be acknowledged yet.
     """
     query = select(_l.policy_version).where(_l.outcome == "acknowledged").order_by(_l.lease_id.desc())
-    versions = [
-        int(version)
-        for version in connection.scalars(query.limit(_THROUGHPUT_LEASES))
-        if version is not None and version.isdecimal()
-    ]
+    numbers = map(version_number, connection.scalars(query.limit(_THROUGHPUT_LEASES)))
+    versions = [number for number in numbers if number is not None]
     complete = [version for version in versions if version != max(versions)]
     return len(complete) / len(set(complete)) if complete else None
+
+
+def version_number(version: str | None) -> int | None:
+    """Return a policy version as a number; None if it is missing or not a number."""
+    return int(version) if version is not None and version.isdecimal() else None
 
 
 def _next_in_queue(conditions: Sequence[ColumnElement[bool]]) -> Select[Any]:
@@ -297,9 +301,8 @@ def _fleet_is_paused(connection: Connection, now: float) -> bool:
     return bool(connection.execute(query).scalar_one())
 
 
-def _within(job_id: str | None) -> ColumnElement[bool]:
-    """Return a condition: the rollout belongs to this job. If `job_id` is None: no process owns the rollout."""
-    return _r.owner_pid.is_(None) if job_id is None else _r.job_id == job_id
+def _of_job_or_unowned(job_id: str | None) -> ColumnElement[bool]:
+    return unowned if job_id is None else _r.job_id == job_id
 
 
 def _job_may_start(now: float) -> ColumnElement[bool]:

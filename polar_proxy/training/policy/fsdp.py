@@ -40,7 +40,7 @@ from torch import Tensor
 from polar_proxy.errors import TrainingError
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.policy.model import KeptWeights, Learner, load_model
+from polar_proxy.training.policy.model import Learner, WeightsAfterStep, load_model
 from polar_proxy.training.policy.packing import Microbatch, Pack, assign_to_processes, pack_for_processes
 from polar_proxy.training.policy.tree import Ids, build_tree
 from polar_proxy.training.step_stats import StepAccumulator, StepStats
@@ -165,8 +165,8 @@ class ShardedCoordinator(ShardedLearner):
         self._pipes = pipes
         super().__init__(spec)
 
-    def update(self, batch: TrainingBatch, step: int, kept: KeptWeights | None = None) -> StepStats:
-        assert kept is None, "the configuration refuses it"
+    def update(self, batch: TrainingBatch, step: int, weights_after: WeightsAfterStep | None = None) -> StepStats:
+        assert weights_after is None, "the configuration refuses it"
         return self._run_in_all(super().update, batch, step)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:

@@ -48,9 +48,9 @@ from polar_proxy.training.policy.tree import (
 )
 from polar_proxy.training.step_stats import StepAccumulator, StepStats, step_stats
 
-KeptWeights = Callable[[int, Any], Mapping[str, Tensor]]
-"""Returns the parameters that a model had after a step, by name; parameters that training does not change may be
-missing. Raises TrainingError if the weights of that step are not kept."""
+WeightsAfterStep = Callable[[int, Any], Mapping[str, Tensor]]
+"""Function of a step and a model that returns the parameters that the model had after the step, by name; parameters
+that training does not change may be missing. Raises TrainingError if the weights of that step are not kept."""
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Any:
@@ -81,12 +81,12 @@ class Learner:
             trained, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.weight_decay
         )
 
-    def update(self, batch: TrainingBatch, step: int, kept: KeptWeights | None = None) -> StepStats:
+    def update(self, batch: TrainingBatch, step: int, weights_after: WeightsAfterStep | None = None) -> StepStats:
         """Train on a batch of at least one sequence.
 
         `step`, counted from 0, sets the learning rate, and is the policy version of the weights before the update.
-        `kept` returns the weights of an older version. It is needed if the batch has tokens of older versions and the
-        configuration has `recomputes_proximal`.
+        `weights_after` returns the weights of an older version. It is needed if the batch has tokens of older versions
+        and the configuration has `recomputes_proximal`.
         """
         started = time.perf_counter()
         config = self._config
@@ -109,7 +109,7 @@ class Learner:
             self._join_other_processes(self._reference)
         proximal_started = time.perf_counter()
         if config.recomputes_proximal:
-            self._recompute_older(microbatches, step, kept)
+            self._recompute_older(microbatches, step, weights_after)
         proximal_seconds = time.perf_counter() - proximal_started
         if len(minibatches) > 1:  # with a single minibatch they come from its own forward pass
             for microbatch in microbatches:
@@ -188,9 +188,9 @@ class Learner:
             kl, kl_stats = kl_to_reference(
                 logprobs,
                 microbatch.reference_logprobs,
+                microbatch.old_logprobs,
                 microbatch.weights,
                 estimator=config.kl_estimator,
-                old_logprobs=microbatch.old_logprobs,
                 max_ratio=config.kl_max_ratio,
             )
             loss = loss + config.kl_coef * kl
@@ -214,7 +214,9 @@ class Learner:
             return start
         return torch.where(torch.isnan(microbatch.older_logprobs), start, microbatch.older_logprobs)
 
-    def _recompute_older(self, microbatches: Sequence[Microbatch], step: int, kept: KeptWeights | None) -> None:
+    def _recompute_older(
+        self, microbatches: Sequence[Microbatch], step: int, weights_after: WeightsAfterStep | None
+    ) -> None:
         """Set `older_logprobs` of the microbatches for the tokens that older policy versions sampled.
 
         The log-probability of such a token is computed with the weights that sampled the token. Raises TrainingError if
@@ -222,11 +224,11 @@ class Learner:
         """
         numbers = [np.array(self._version_numbers(microbatch, step)) for microbatch in microbatches]
         for number in sorted({int(number) for each in numbers for number in each} - {step}):
-            if kept is None:
+            if weights_after is None:
                 raise TrainingError(
                     f"the batch has tokens of policy version {number}, but the weights of older versions are not kept"
                 )
-            weights = {name: tensor.to(self._device) for name, tensor in kept(number, self.model).items()}
+            weights = {name: tensor.to(self._device) for name, tensor in weights_after(number, self.model).items()}
             older = partial(_call_with, self.model, weights)
             for microbatch, own in zip(microbatches, numbers, strict=True):
                 here = torch.from_numpy(own == number).to(self._device)
@@ -263,7 +265,7 @@ class Learner:
             self._pack([sequence.token_ids for sequence in sequences]),
             sequences,
             aggregation=OWN_AGGREGATION.get(self._config.loss, self._config.loss_aggregation),
-            length=self._config.max_rollout_tokens,
+            max_rollout_tokens=self._config.max_rollout_tokens,
             with_observations=self._config.echo_coef > 0,
             device=self._device,
         )

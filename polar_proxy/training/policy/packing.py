@@ -120,7 +120,7 @@ def make_microbatches(
     sequences: Sequence[TrainingSequence],
     *,
     aggregation: LossAggregation,
-    length: int | None,
+    max_rollout_tokens: int | None,
     with_observations: bool,
     device: torch.device,
 ) -> list[Microbatch]:
@@ -131,18 +131,20 @@ def make_microbatches(
     """
     # Each sampled token is in one sequence only (`make_batch` guarantees it), so every target counts once.
     sampled_tokens = [int(sequence.trained.sum()) for sequence in sequences]
-    owners = [np.repeat(pack.members, [sampled_tokens[index] for index in pack.members]) for pack in packs]
-    all_owners = torch.from_numpy(np.concatenate(owners))
-    rollouts = torch.tensor([sequence.rollout for sequence in sequences])[all_owners]
+    sequence_of_token = [np.repeat(pack.members, [sampled_tokens[index] for index in pack.members]) for pack in packs]
+    of_all_packs = torch.from_numpy(np.concatenate(sequence_of_token))
+    rollout_of_token = torch.tensor([sequence.rollout for sequence in sequences])[of_all_packs]
     constants = None
-    if length is not None:
+    if max_rollout_tokens is not None:
         groups = len({sequence.group_id for sequence in sequences if sequence.trained.any()})
-        constants = groups * length * torch.tensor([sequence.group_size for sequence in sequences])[all_owners]
-    all_weights = token_weights(all_owners, rollouts, aggregation=aggregation, constants=constants)
+        group_sizes = torch.tensor([sequence.group_size for sequence in sequences])[of_all_packs]
+        constants = groups * group_sizes * max_rollout_tokens
+    all_weights = token_weights(of_all_packs, rollout_of_token, aggregation=aggregation, constants=constants)
+    weights_of_packs = all_weights.split([len(indices) for indices in sequence_of_token])
     advantages = torch.tensor([sequence.advantage for sequence in sequences], dtype=torch.float32)
     observations = sum(int(sequence.observed.sum()) for sequence in sequences)
     microbatches = []
-    for pack, owner, weights in zip(packs, owners, all_weights.split([len(owner) for owner in owners]), strict=True):
+    for pack, indices, weights in zip(packs, sequence_of_token, weights_of_packs, strict=True):
         members = [sequences[index] for index in pack.members]
         masks = [one.trained | one.observed if with_observations else one.trained for one in members]
         sampled = np.concatenate([one.trained[mask] for one, mask in zip(members, masks, strict=True)])
@@ -155,8 +157,8 @@ def make_microbatches(
                 sampled=torch.from_numpy(sampled).to(device),
                 observations=observations,
                 old_logprobs=torch.from_numpy(old_logprobs).to(device, torch.float32),
-                advantages=advantages[owner].to(device),
-                sequences=torch.from_numpy(owner).to(device),
+                advantages=advantages[indices].to(device),
+                sequences=torch.from_numpy(indices).to(device),
                 weights=weights.to(device),
                 temperatures=torch.from_numpy(temperatures),
                 versions=np.concatenate([one.versions[one.trained] for one in members]),

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from polar_proxy.sequences import common_prefix_length
+
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 Ids = npt.NDArray[np.integer]
@@ -70,7 +72,7 @@ def sort_by_prefix(sequences: Sequence[Ids]) -> tuple[list[int], list[int]]:
     order = sorted(range(len(sequences)), key=lambda index: np.asarray(sequences[index]).astype(">u4").tobytes())
     shared = [0] * len(order)
     for place in range(1, len(order)):
-        shared[place] = _common_prefix(sequences[order[place - 1]], sequences[order[place]])
+        shared[place] = common_prefix_length(sequences[order[place - 1]], sequences[order[place]])
     return order, shared
 
 
@@ -267,12 +269,6 @@ def tree_attention(
             )
         )
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _common_prefix(left: Ids, right: Ids) -> int:
-    n = min(len(left), len(right))
-    different = np.flatnonzero(np.asarray(left[:n]) != np.asarray(right[:n]))
-    return int(different[0]) if len(different) else n
 
 
 def _concatenate(arrays: Sequence[Ids]) -> IntArray:

@@ -278,52 +278,63 @@ function choose(index, { centre = false } = {}) {
   describe(index);
 }
 
+/** Show the facts and the alternatives of a token. If the reader stays at it, ask for alternatives that are missing. */
 function describe(index) {
-  const span = spanOf(index);
-  const inside = index - span.at + span.start;
-  const sampled = span.kind === "sampled";
-  const rows = [["position", index], ["id", ids[index]]];
-  if (sampled) {
-    const value = logprobs[index];
-    rows.push(["log-probability", Number.isNaN(value) ? "not reported" : value.toFixed(4)]);
-    if (!Number.isNaN(value)) rows.push(["probability", percent(Math.exp(value))]);
-  }
-  rows.push(["trained", sampled ? (head.facts.grade === undefined ? "sampled" : "yes: loss mask 1") : "no: context"]);
-  if (sampled && head.facts.advantage != null) rows.push(["advantage", head.facts.advantage]);
-  if (ratios?.[index] != null) rows.push(["importance ratio", ratios[index]]);
-  const other = alternatives.get(index);
-  if (other?.least_entropy !== undefined) rows.push(["entropy", `at least ${other.least_entropy} nats`]);
-  rows.push([sampled ? "position in answer" : "position in prompt", `${inside} of call`, `/view/calls/${encodeURIComponent(span.call_id)}`, span.call_id]);
-  rows.push(["edge", span.edge], ["prompt", span.prompt_mode + (span.prompt_reason ? `: ${span.prompt_reason}` : "")]);
-  if (sampled) {
-    const version = span.versions.filter(([at]) => at <= inside).at(-1)?.[1];
-    rows.push(["policy version", version ?? "unknown"]);
-    if (span.temperature !== null) rows.push(["temperature", span.temperature]);
-    if (span.reasoning_tokens !== null && inside < span.reasoning_tokens) rows.push(["part", "reasoning"]);
-  }
-  if (findings.has(index)) rows.push(["finding", findings.get(index)]);
   const text = document.createElement("p");
   text.className = "big";
   text.textContent = JSON.stringify(texts.get(ids[index]) ?? null);
+  const other = alternatives.get(index);
+  facts.replaceChildren(text, listFacts(factsOf(index)), ...describeAlternatives(index, other));
+  described = index;
+  clearTimeout(resting);
+  if (hasEngine && index > 0 && other === undefined) resting = setTimeout(() => findAlternatives(index), REST_MS);
+}
+
+/** Return the facts of a token: name, value and, for a call, its id. */
+function factsOf(index) {
+  const span = spanOf(index);
+  const inside = index - span.at + span.start;
+  const sampled = span.kind === "sampled";
+  const found = [["position", index], ["id", ids[index]]];
+  if (sampled) {
+    const value = logprobs[index];
+    found.push(["log-probability", Number.isNaN(value) ? "not reported" : value.toFixed(4)]);
+    if (!Number.isNaN(value)) found.push(["probability", percent(Math.exp(value))]);
+  }
+  found.push(["trained", sampled ? (head.facts.grade === undefined ? "sampled" : "yes: loss mask 1") : "no: context"]);
+  if (sampled && head.facts.advantage != null) found.push(["advantage", head.facts.advantage]);
+  if (ratios?.[index] != null) found.push(["importance ratio", ratios[index]]);
+  const entropy = alternatives.get(index)?.least_entropy;
+  if (entropy !== undefined) found.push(["entropy", `at least ${entropy} nats`]);
+  found.push([sampled ? "position in answer" : "position in prompt", `${inside} of call`, span.call_id]);
+  found.push(["edge", span.edge], ["prompt", span.prompt_mode + (span.prompt_reason ? `: ${span.prompt_reason}` : "")]);
+  if (sampled) {
+    const version = span.versions.filter(([at]) => at <= inside).at(-1)?.[1];
+    found.push(["policy version", version ?? "unknown"]);
+    if (span.temperature !== null) found.push(["temperature", span.temperature]);
+    if (span.reasoning_tokens !== null && inside < span.reasoning_tokens) found.push(["part", "reasoning"]);
+  }
+  if (findings.has(index)) found.push(["finding", findings.get(index)]);
+  return found;
+}
+
+function listFacts(found) {
   const list = document.createElement("dl");
   list.className = "facts";
-  for (const [name, value, href, label] of rows) {
+  for (const [name, value, callId] of found) {
     const term = document.createElement("dt"), description = document.createElement("dd");
     term.textContent = name;
-    description.textContent = href ? `${value} ` : value;
-    if (href) {
+    description.textContent = callId ? `${value} ` : value;
+    if (callId) {
       const link = document.createElement("a");
-      link.href = href;
+      link.href = `/view/calls/${encodeURIComponent(callId)}`;
       link.className = "id";
-      link.textContent = label.length > 16 ? `${label.slice(0, 9)}…${label.slice(-4)}` : label;
+      link.textContent = callId.length > 16 ? `${callId.slice(0, 9)}…${callId.slice(-4)}` : callId;
       description.append(link);
     }
     list.append(term, description);
   }
-  facts.replaceChildren(text, list, ...describeAlternatives(index, other));
-  described = index;
-  clearTimeout(resting);
-  if (hasEngine && index > 0 && other === undefined) resting = setTimeout(() => findAlternatives(index), REST_MS);
+  return list;
 }
 
 async function findAlternatives(index) {

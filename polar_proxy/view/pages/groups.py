@@ -86,13 +86,13 @@ def _extremes(rows: Sequence[RolloutRow]) -> list[str]:
 
 
 async def _read_training(store: Store, group_id: str, leases: Sequence[LeaseRow], built: BuiltTraces) -> GroupTraining:
-    config, run_id, step = None, None, None
+    leased_config, run_id, step = None, None, None
     # A trainer leases under the name of its run.
     runs = [run for run in await store.training.runs() if leases and run.name == leases[-1].consumer]
     if runs:
-        config, run_id = _read_config(runs[0].config), runs[0].run_id
+        leased_config, run_id = _read_config(runs[0].config), runs[0].run_id
         step = await store.training.step_of_group(run_id, group_id)
-    is_default, config = config is None, config or GrpoConfig()
+    config = leased_config or GrpoConfig()
     rows = await rollouts_of_group(store, group_id)
     traces: dict[str, Sequence[TraceSummary]] = {**await store.traces.of_group(group_id, builder=config.builder)}
     for row in rows:
@@ -102,7 +102,7 @@ async def _read_training(store: Store, group_id: str, leases: Sequence[LeaseRow]
                 built[key] = [TraceSummary.of(trace) for trace in await read_traces(store, row, config.builder)]
             traces[row.rollout_id] = built[key]
     plan = plan_batch([[(row, traces.get(row.rollout_id, ())) for row in rows]], config, step or 0)
-    return GroupTraining(plan, config, is_default, run_id, step)
+    return GroupTraining(plan, config, leased_config is None, run_id, step)
 
 
 def _read_config(values: Json) -> GrpoConfig | None:

@@ -19,7 +19,7 @@ from polar_proxy.export.exporter import FORMATS
 from polar_proxy.store import RolloutRow
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES
 from polar_proxy.view.context import ViewContext
-from polar_proxy.view.shared import SharedReadings
+from polar_proxy.view.query_cache import QueryCache
 
 PAGE = 50
 _SHORT = 12
@@ -40,7 +40,7 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 
 def _add_overview(pages: APIRouter, view: ViewContext) -> None:
     store = view.store
-    states = SharedReadings(_STATE_SECONDS)
+    states = QueryCache(_STATE_SECONDS)
 
     @pages.get("/")
     async def overview(request: Request) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
@@ -56,14 +56,15 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
         call = await require("call", call_id, store.calls.get(call_id))
         calls = await store.calls.summaries(call.session_id)
         values = await call_values(view, calls, call_id, whole=True)
-        return await view.page(request, "call.html", **values)
+        return await view.page(request, "call.html", is_story=False, **values)
 
     @pages.get("/view/parts/calls/{call_id}")
     async def call_part(request: Request, call_id: str) -> Response:
         """Return a call as a part of its run's page."""
         call = await require("call", call_id, store.calls.get(call_id))
         calls = await store.calls.summaries(call.session_id)
-        return await view.page(request, "parts/call.html", **await call_values(view, calls, call_id))
+        values = await call_values(view, calls, call_id)
+        return await view.page(request, "parts/call.html", is_story=False, **values)
 
     @pages.get("/view/artifacts/{artifact_id}")
     async def artifact(artifact_id: str) -> Response:
@@ -111,7 +112,8 @@ async def session_values(view: ViewContext, session_id: str, chosen: str | None 
         "events": (),
         "files": (),
         "earlier_attempts": (),
-        **await asyncio.to_thread(_read_files, ()),
+        "patch": None,
+        "logs": (),
         **await _session(view, None, (), session_id, chosen),
     }
 
@@ -164,29 +166,23 @@ async def call_values(
     view: ViewContext, calls: Sequence[CallSummary], call_id: str | None, *, whole: bool = False
 ) -> Json:
     """Return the template values of one call. `whole`: include all messages, and the request as it was received."""
-    place = {call.call_id: index for index, call in enumerate(calls)}
-    if call_id not in place:
-        return {"call": None, "shown": None, "number": None, "summary": None, "is_story": False}
-    store = view.store
-    summary = calls[place[call_id]]
-    following = next((one for one in calls if one.base_call_id == call_id and one.edge == "continues"), None)
-    call, later = await asyncio.gather(store.calls.get(call_id), _maybe(view, following))
-    base = calls[place[summary.base_call_id]] if summary.base_call_id in place else None
+    positions = {call.call_id: index for index, call in enumerate(calls)}
+    call = await view.store.calls.get(call_id) if call_id in positions else None
+    if call is None:
+        return {"call": None, "shown": None, "number": None, "summary": None}
+    summary = calls[positions[call.call_id]]
+    next_id = next((one.call_id for one in calls if one.base_call_id == call_id and one.edge == "continues"), None)
+    following = None if next_id is None else await view.store.calls.get(next_id)
+    base = calls[positions[summary.base_call_id]] if summary.base_call_id in positions else None
     known = 0 if base is None else base.message_count + 1
-    assert call is not None
     return {
         "call": call,
         "summary": summary,
-        "number": place[call_id] + 1,
-        "is_story": False,
+        "number": positions[call.call_id] + 1,
         "shown": await asyncio.to_thread(
-            show_call, call, later, known, most=None if whole else _MOST_MESSAGES, with_raw=whole
+            show_call, call, following, known, most=None if whole else _MOST_MESSAGES, with_raw=whole
         ),
     }
-
-
-async def _maybe(view: ViewContext, summary: CallSummary | None) -> Any:
-    return None if summary is None else await view.store.calls.get(summary.call_id)
 
 
 def _read_files(files: Sequence[ArtifactRow]) -> Json:

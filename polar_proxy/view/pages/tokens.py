@@ -27,8 +27,9 @@ def _add_sequence(
 ) -> None:
     @pages.get(path)
     async def page(request: Request, record_id: str) -> Response:
+        view.tokens.forget(record_id)  # grade, reward and advantage may have changed
         sequence = await read(view.store, record_id)
-        problem = view.values.problem(sequence)
+        problem = view.engine_values.problem(sequence)
         return await view.page(request, "tokens.html", sequence=sequence, values_problem=problem)
 
     @pages.get(f"{path}/head")
@@ -41,11 +42,11 @@ def _add_sequence(
 
     @pages.get(f"{path}/ratios")
     async def ratios(record_id: str) -> Response:
-        return _json(await view.values.ratios(await read(view.store, record_id)))
+        return _json(await view.engine_values.ratios(await read(view.store, record_id)))
 
     @pages.get(f"{path}/alternatives")
     async def alternatives(record_id: str, position: Position) -> Response:
-        return _json(await view.values.alternatives(await read(view.store, record_id), position))
+        return _json(await view.engine_values.alternatives(await read(view.store, record_id), position))
 
 
 def _json(value: Any) -> Response:

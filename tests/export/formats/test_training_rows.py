@@ -16,7 +16,7 @@ from polar_proxy.export.formats import (
 )
 from polar_proxy.export.formats.training_rows import (
     IdNumbers,
-    group_advantages,
+    advantages_by_rollout,
     group_by_rollout,
     require_temperature,
 )
@@ -129,6 +129,12 @@ def test_given_rewards_include_rollouts_without_a_trace() -> None:
     assert found == [pytest.approx(-2 / 3), pytest.approx(1 / 3)]
 
 
+def test_advantages_are_computed_only_for_the_groups_of_the_rows() -> None:
+    """An export converts one rollout after another, with the rewards of the whole database."""
+    rewards = {"group_0": {"roll_0_0": 0.0, "roll_0_1": 1.0}, "another": {"a": float("inf"), "b": 0.0}}
+    assert [one["advantage"] for one in with_advantages([row(0, 0)], "dr_grpo", rewards)] == [-0.5]
+
+
 def test_row_without_a_group_has_no_advantage() -> None:
     assert with_advantages([row(group_id=None)])[0]["advantage"] is None
     with pytest.raises(RowError, match="belongs to no group"):
@@ -136,7 +142,7 @@ def test_row_without_a_group_has_no_advantage() -> None:
 
 
 def test_rollout_without_a_reward_has_no_advantage() -> None:
-    assert group_advantages({"a": 1.0, "b": None, "c": 0.0}, "dr_grpo") == {"a": 0.5, "b": None, "c": -0.5}
+    assert advantages_by_rollout({"a": 1.0, "b": None, "c": 0.0}, "dr_grpo") == {"a": 0.5, "b": None, "c": -0.5}
 
 
 def test_ids_are_numbered_in_order() -> None:

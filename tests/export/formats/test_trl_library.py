@@ -15,7 +15,7 @@ import torch
 
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.export.formats import read_training_row, trl, with_advantages
-from polar_proxy.training.batch import TrainingBatch, TrainingSequence
+from polar_proxy.training.batch import BatchPlan, TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.policy.model import Learner, load_model
 from polar_proxy.types import Json
@@ -107,7 +107,7 @@ def polars_gradients(rows: list[Json], advantages: list[float]) -> dict[str, tor
     learner.optimiser.register_step_pre_hook(
         lambda *_: kept.update({n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None})
     )
-    batch = TrainingBatch(tuple(sequences), ("g",), (), len(sequences), 0)
+    batch = TrainingBatch(tuple(sequences), ("g",), (), BatchPlan(()))
     learner.update(batch, 0)
     return kept
 

@@ -85,7 +85,7 @@ class Provider(FakeServer):
     model = "stand-in"
 
     def __init__(self) -> None:
-        self.__post_init__()
+        super().__init__()
         self.headers: list[Mapping[str, str]] = []
         self.model_of: Callable[[Json], Scripted] = lambda body: Scripted("Hello.")
         """Answers requests for which nothing is scripted."""

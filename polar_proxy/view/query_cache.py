@@ -13,7 +13,7 @@ T = TypeVar("T")
 _KEPT = 500
 
 
-class SharedReadings:
+class QueryCache:
     """Query results by key, each kept for `seconds`. If the query of a key still runs, further requests for the key
     wait for its result."""
 
@@ -28,7 +28,7 @@ class SharedReadings:
         if task is None:
             task = self._tasks[key] = asyncio.create_task(read())
             task.add_done_callback(_retrieve_error)
-        return await asyncio.shield(task)  # a request that is cancelled must not cancel the others' reading
+        return await asyncio.shield(task)  # a request that is cancelled must not cancel the others' query
 
 
 def _retrieve_error(task: asyncio.Task[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Answers as a server's own chat template writes them ("own forms"), and requests that make the server sample them.
+"""Answers that a server is made to sample, as its own chat template writes them, and the requests for this.
 
 A template shows how its model writes a tool call: if a conversation is rendered with an answer that calls a tool, the
 tokens after the opening of the answer are the tokens of the call. The server is made to sample exactly these tokens by
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from polar_proxy.engines.vllm.client import VllmClient, unless_refused
-from polar_proxy.sequences import equal_start
+from polar_proxy.sequences import first_difference
 from polar_proxy.types import Json
 
 USER: list[Json] = [{"role": "user", "content": "Count to three."}]
@@ -54,12 +54,12 @@ Render = Callable[[list[Json], bool], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class OwnForm:
-    """An answer that the server is made to sample: its tokens in the template's format, and its calls' arguments."""
+class TargetAnswer:
+    """The tokens that the server is made to sample as its answer."""
 
     name: str
     ids: tuple[int, ...]
-    arguments: tuple[Json, ...]
+    contains_call: bool = False
     cut: bool = False
     """True if `ids` are only the beginning of an answer: `max_tokens` makes the server stop after the last of them."""
 
@@ -70,7 +70,7 @@ class Conversation:
 
     messages: list[Json]
     prompt: tuple[int, ...]
-    place: str = ""
+    name_suffix: str = ""
     """Text to append to the names of answers to this conversation, such as " after a tool call"."""
 
 
@@ -89,10 +89,10 @@ def after_call(user: list[Json]) -> list[Json]:
     return [*user, turn, {"role": "tool", "tool_call_id": CALL_IDS[0], "content": "1 2 3"}]
 
 
-async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]:
+async def template_answers(render: Render, user: list[Json], end_of_turn: int) -> list[TargetAnswer]:
     """Return answers with tool calls to the conversation `user`, each written as the server's template writes it.
 
-    Answers that the template refuses are left out. `end`: the token that ends a turn.
+    Answers that the template refuses are left out.
     """
     opened = await render(user, True)
     one, other = ARGUMENTS
@@ -108,15 +108,16 @@ async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]
         whole = await unless_refused(render([*user, call_turn(arguments, content)], False))
         if whole is None:
             continue
-        ids = whole[equal_start(opened, whole) :]
-        out.append(OwnForm(name, tuple(ids[: ids.index(end)] if end in ids else ids), arguments))
+        ids = whole[first_difference(opened, whole) :]
+        ids = ids[: ids.index(end_of_turn)] if end_of_turn in ids else ids
+        out.append(TargetAnswer(name, tuple(ids), contains_call=True))
     if out:
-        half = out[0].ids[: max(1, len(out[0].ids) * 2 // 3)]
-        out.append(OwnForm("a cut call in its template's format", half, (), cut=True))
+        beginning = out[0].ids[: max(1, len(out[0].ids) * 2 // 3)]
+        out.append(TargetAnswer("a cut call in its template's format", beginning, contains_call=True, cut=True))
     return out
 
 
-async def reasoning_end(client: VllmClient, render: Render, user: list[Json]) -> int | None:
+async def find_end_of_reasoning(client: VllmClient, render: Render, user: list[Json]) -> int | None:
     """Return the token that ends reasoning in the template; None if no single token does.
 
     Some templates show reasoning only if the answer also calls a tool (Gemma 4).
@@ -127,7 +128,7 @@ async def reasoning_end(client: VllmClient, render: Render, user: list[Json]) ->
         plain = await unless_refused(render([*user, answer], False))
         if whole is None or plain is None:
             continue
-        call = 0 if answer["content"] else equal_start(whole[::-1], plain[::-1])
+        call = 0 if answer["content"] else first_difference(whole[::-1], plain[::-1])
         _, found, after = (await client.decode(whole[: len(whole) - call])).rpartition(REASONING)
         tag = after.partition(CONTENT)[0].strip()
         ids = await client.encode(tag) if found and tag else []
@@ -142,7 +143,7 @@ def after_reasoning(ids: Sequence[int], end_of_reasoning: int | None) -> tuple[i
     return tuple(ids[ended[-1] + 1 :] if ended else ids)
 
 
-def forcing(form: OwnForm, end_of_reasoning: int | None, unwanted: Sequence[int]) -> Json:
+def forcing_fields(target: TargetAnswer, end_of_reasoning: int | None, unwanted: Sequence[int]) -> Json:
     """Return the fields of a chat request that make the server sample this answer.
 
     The grammar also allows a random text after the answer, only to make each grammar unique: if two grammars differ
@@ -150,10 +151,10 @@ def forcing(form: OwnForm, end_of_reasoning: int | None, unwanted: Sequence[int]
     random text begins with UNWANTED. The ids of UNWANTED (`unwanted`) are made unlikely, so that the random text is not
     sampled.
     """
-    ids = after_reasoning(form.ids, end_of_reasoning)
+    ids = after_reasoning(target.ids, end_of_reasoning)
     biases = dict.fromkeys(unwanted, -100) | ({} if end_of_reasoning is None else {end_of_reasoning: 100})
     tokens = " ".join(f"Token({token})" for token in ids)
-    limit = len(ids) + (end_of_reasoning is not None) + (0 if form.cut else _TO_STOP)
+    limit = len(ids) + (end_of_reasoning is not None) + (0 if target.cut else _TO_STOP)
     return {
         "max_tokens": limit,
         "logit_bias": {str(token): bias for token, bias in biases.items()},

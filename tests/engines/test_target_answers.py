@@ -1,4 +1,4 @@
-"""Answers in the form of a chat template, over templates in the styles of real model families."""
+"""Answers in the format of a chat template, over templates in the styles of real model families."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from benchmarks._families.families import Family
 from benchmarks._families.template_engine import TemplateEngine
 from polar_proxy.engines.vllm.client import VllmClient
-from polar_proxy.engines.vllm.own_forms import TOOL, USER, reasoning_end
+from polar_proxy.engines.vllm.target_answers import TOOL, USER, find_end_of_reasoning
 from polar_proxy.types import ChatRequest, Json, Message
 
 ANSWER = """\
@@ -40,5 +40,5 @@ async def test_finds_the_token_that_ends_reasoning(shown_if: str, end: str | Non
         read = tuple(Message.from_openai({"content": None, **message}) for message in messages)
         return await engine.render(ChatRequest("m", read, tools=(TOOL,)), generation=generation)
 
-    found = await reasoning_end(cast(VllmClient, engine), render, USER)
+    found = await find_end_of_reasoning(cast(VllmClient, engine), render, USER)
     assert found == (None if end is None else engine.tokenizer.token_to_id(end))
