@@ -44,8 +44,11 @@ from sandboxes.self_test import SandboxLeaks, SelfTests
 log = logging.getLogger(__name__)
 
 
-class SilentReporter(ProgressReporter):
+class SilentReporter:
     """A progress reporter that does nothing."""
+
+    def stage(self, rollout_id: str, status: str, detail: str = "", reward: float | None = None) -> None: ...
+    def session(self, rollout_id: str, session_id: str) -> None: ...
 
 
 class RolloutService:

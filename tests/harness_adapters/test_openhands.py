@@ -37,7 +37,7 @@ def test_model_name_determines_the_wire_api() -> None:
     assert launch_plans.plan(ADAPTER, wire_api="openai_responses", model="gpt-5-x").env["LLM_MODEL"] == "openai/gpt-5-x"
     with pytest.raises(HarnessError, match="under a name that contains gpt-5"):
         launch_plans.plan(ADAPTER, wire_api="openai_responses")
-    with pytest.raises(HarnessError, match="Chat one that does not"):
+    with pytest.raises(HarnessError, match="for Chat, under a name that contains neither"):
         launch_plans.plan(ADAPTER, model="gpt-5-x")
     with pytest.raises(HarnessError, match="does not speak google_generate"):
         launch_plans.plan(ADAPTER, wire_api="google_generate_content")
