@@ -169,9 +169,12 @@ async def advantage_of(store: Store, trace: TraceSummary) -> float | None:
 
 
 def group_advantages(rows: Iterable[RolloutRow]) -> dict[str, float | None]:
-    """Return rollout id -> GRPO advantage within the group; None for a rollout without a reward. Unfinished and
-    incomplete rollouts do not count, and are not in the result."""
-    return advantages_by_rollout({row.rollout_id: row.reward for row in rows if row.final and not row.incomplete})
+    """Return rollout id -> GRPO advantage within the group; None for a rollout without a reward.
+
+    Unfinished rollouts do not count, and are not in the result. The reward of an incomplete rollout counts, as in
+    training.
+    """
+    return advantages_by_rollout({row.rollout_id: row.reward for row in rows if row.final})
 
 
 def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord], rescored: bool = False) -> list[Json]:

@@ -19,13 +19,22 @@ from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.types import CallRecord, Message
 from polar_proxy.view.alignment import RunMessage, align, main_call, read_messages, shared_tokens
+from polar_proxy.view.token_source import group_advantages
 from tests.factories import ROLLOUT, call_record, new_rollout
+from tests.training.group_factories import rollout
 from tests.view import recorded
 from tests.view.recorded_groups import short_group, train_group
 
 
 def messages(*texts: str) -> list[RunMessage]:
     return [RunMessage("user" if index % 2 == 0 else "assistant", text) for index, text in enumerate(texts)]
+
+
+def test_the_reward_of_an_incomplete_rollout_counts_in_the_baseline_as_in_training() -> None:
+    finished = [rollout(0, 1.0), rollout(1, 0.0, incomplete=True), rollout(2, None, status="failed")]
+    found = group_advantages([*finished, rollout(3, None, status="running")])
+    assert found["roll_0"] == pytest.approx(0.5**0.5, abs=1e-4)
+    assert found == {"roll_0": found["roll_0"], "roll_1": -(found["roll_0"] or 0), "roll_2": None}
 
 
 def test_runs_share_their_first_messages_and_part_at_a_word() -> None:
