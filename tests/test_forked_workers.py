@@ -54,7 +54,8 @@ def test_a_test_that_kills_its_process_has_failed_and_the_others_run(tmp_path: P
 
 
 def test_stops_at_the_first_failure_on_request(tmp_path: Path) -> None:
-    others = {f"test_{number}.py": FILES["test_passes.py"] for number in range(1, 21)}
+    slow = "import time\ndef test_slow(): time.sleep(0.5)\n"
+    others = {f"test_{number}.py": slow for number in range(1, 41)}
     done = run_pytest(tmp_path, {"test_0.py": FILES["test_fails.py"], **others}, "-x")
     assert "stopping after 1 failures" in done.stdout
     assert "41 passed" not in done.stdout
