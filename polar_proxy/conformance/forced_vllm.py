@@ -106,10 +106,10 @@ class ForcedVllmEngine(VllmEngine):
         vllm_python: str | None = None,
         vllm_parsers: str | None = None,
     ) -> None:
-        super().__init__(url, model=model, vllm_python=vllm_python, vllm_parsers=vllm_parsers)
+        self._forcing_client = _ForcingClient(url, model=model, template=template)
+        super().__init__(url, vllm_python=vllm_python, vllm_parsers=vllm_parsers, client=self._forcing_client)
         self.script: Script = script or (lambda request: ScriptedReply("This is vLLM with a scripted answer."))
         self._cut_every = cut_every
-        self.client = self._forcing_client = _ForcingClient(url, model=model, template=template)
         self._piece_ids: dict[str, list[int]] = {}
 
     async def __aenter__(self) -> Self:

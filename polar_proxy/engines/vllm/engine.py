@@ -84,12 +84,14 @@ class VllmEngine(LocallyRenderingEngine):
         model_folder: str | None = None,
         vllm_python: str | None = None,
         vllm_parsers: str | None = None,
+        client: VllmClient | None = None,
     ) -> None:
         """`model` may be left out if the server serves one model. `api_key` is sent as a bearer token.
         `model_folder` has the model's files, if the server's own folder is on another machine. `vllm_python` is the
         Python of an environment with vLLM, by default that of the `vllm` command. `vllm_parsers` names the server's
-        parsers as TOOL/REASONING."""
-        self.client = VllmClient(url, api_key, model=model)
+        parsers as TOOL/REASONING. `client` replaces the client that is otherwise made of `url`, `api_key` and
+        `model`."""
+        self.client = client or VllmClient(url, api_key, model=model)
         self._probe = ServerProbe(self.client, find_vllm_python(vllm_python), read_parsers(vllm_parsers), model_folder)
         self._weight_version: str | None = None
         self._weight_version_at = self._weights_changed_at = 0.0
