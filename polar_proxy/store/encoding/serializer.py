@@ -101,7 +101,7 @@ class RowBatch:
 
 
 class CallSerializer:
-    """Turns records into rows, without the rows of nodes, settings and engines that are known to be stored.
+    """Turns records into rows. Leaves out the rows of nodes, settings and engines that `mark_stored` has seen.
 
     Used by one thread at a time.
     """
