@@ -285,8 +285,8 @@ def _no_rescore_reason(call: CallRecord) -> str | None:
 async def encode_answers(call: CallRecord, engine: Engine) -> list[tuple[Choice, TokenIds, TokenIds]]:
     """Return (answer, token ids of the prompt, token ids of the answer) for each answer of a call; the ids are int32.
 
-    The ids are those of the engine's rendering. Raise UnusableAnswerError with the reason if the call needs no
-    rescoring or cannot be rescored: for example, if a rendered answer does not contain the recorded text.
+    The engine renders the prompt and the answer to these ids. Raises UnusableAnswerError with the reason if the call
+    needs no rescoring or cannot be rescored: for example, if a rendered answer lacks a part of the recorded text.
     """
     if (reason := _no_rescore_reason(call)) is not None:
         raise UnusableAnswerError(reason)

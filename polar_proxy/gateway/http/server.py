@@ -237,8 +237,8 @@ class Gateway:
         return budget.spent
 
     def refusal(self, session_id: str) -> str | None:
-        """Return why a session's last call could not be recorded and was therefore refused or broken off. None if the
-        call was recorded, or if the session is not in memory."""
+        """Return why a session's last call could not be recorded; such a call is refused or broken off. Return None if
+        the call was recorded or needs no record (`record_required`), or if the session is not in memory."""
         return self.sessions.refusal(session_id)
 
     async def request_fault(self, session_id: str) -> str | None:

@@ -215,10 +215,10 @@ class CallSerializer:
         return clean
 
     def _split_tail(self, prompt: list[ChainNode], base: ChainNode | None) -> tuple[list[ChainNode], bytes | None]:
-        """Take a short last segment off the chain and pack it for the row of the call.
+        """If the last segment is short, take it off the chain and pack it for the row of the call.
 
-        The tokens after the last turn (the generation prompt) are few and no other call shares them; a separate row
-        would cost ten times as much.
+        A short last segment is the generation prompt. No other call shares these few tokens, and a row of their own
+        would take ten times as much space.
         """
         if not prompt or prompt[-1].length >= MIN_SEGMENT or (len(prompt) == 1 and base is None):
             return prompt, None
