@@ -6,9 +6,9 @@ the same bytes, and joining their requests would give both runs the same sample.
 earlier request if
 
 * the earlier request lost its client before the last byte, and is still being answered, or
-* the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal request,
-  except in two cases: the last equal request failed, or an earlier equal request failed and was not retried yet. In
-  these cases the marked request may be the retry of the failed request, so it is sampled.
+* the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal request.
+  Exception: if that request failed, or if an earlier equal request failed and was not retried yet, the marked request
+  may be the retry of the failed request, so it is sampled.
 
 With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
 answered; with `never`, it joins none.
@@ -87,7 +87,7 @@ class ResponseBuffer:
             await self._changed.wait()
 
     def end_grace_period(self) -> None:
-        """End the grace period: no retry can come any more, so a generation without a client is not continued."""
+        """End the grace period, because no retry can come any more. A response without a client is given up."""
         self._grace, self._deadline = 0.0, 0.0
         self._notify()
 

@@ -124,9 +124,9 @@ class _ItemReader:
     def _draft_of(self, item: Json, fits: bool) -> _AnswerDraft:
         """Return the draft of the assistant message that an item belongs to: the current draft or a new one.
 
-        The item joins the current draft if the ids of both are from the same answer. If the item or the draft has no id
-        from Polar, the item joins if `fits` (the current draft can take an item of this kind) and no tool output came
-        in between.
+        If the item and the current draft both have ids from Polar, the item joins the draft exactly if the ids are from
+        the same answer. Otherwise the item joins if it `fits` (the draft can take an item of this kind) and no tool
+        output came in between.
         """
         answer_id, draft = answer_of_item(item.get("id")), self._draft
         if draft is not None and answer_id is not None and draft.answer_id is not None:

@@ -254,8 +254,8 @@ class Gateway:
     ) -> None:
         """Serve agents on one more listening socket, such as one inside a sandbox's network.
 
-        It serves the routes that agents need, and nothing that shows the gateway or other sessions. With `tls` and the
-        `key` of a session, it serves the paths of the model hosts that resolve to the socket.
+        The socket serves the routes that agents need, and nothing that shows the gateway or other sessions. With `tls`
+        and the `key` of a session, the socket instead stands in for the model hosts, whose names resolve to it.
         """
         connections = Connections(self.settings.limits.sandbox_connections, self._connections)
         protocol_class = self._protocol(connections)
