@@ -163,7 +163,7 @@ async def _is_incomplete(store: Store, target: SessionTarget) -> bool:
 
 
 def _without_traces(result: BuildResult, calls: Sequence[CallRecord]) -> BuildResult:
-    """Exclude all calls: a session in which a call was lost is not trained."""
+    """Exclude all calls of a session in which a call was lost, because such a session is not trained."""
     excluded = {call.call_id: result.excluded.get(call.call_id, "incomplete") for call in calls}
     return BuildResult(result.builder, (), excluded, result.on_drift)
 

@@ -192,7 +192,7 @@ class Supervisor:
                     continue  # its shim has ended: no process is left
 
     def read_report(self, fd: int) -> None:
-        """Read from a command's shim: the command's exit status, and the end of the pipe when the shim has ended."""
+        """Read the command's exit status from its shim. The end of the pipe means that the shim has ended."""
         command = self.commands[fd]
         data = os.read(fd, 1 << 16)
         command.report += data

@@ -145,8 +145,8 @@ def sampling_body(sampling: Sampling, seed: int, context: int, room: int) -> Jso
     """Return the sampling fields of `/completion`. The samplers are applied in the order of vLLM and of the local
     engine: penalties, temperature, min_p, top_k, top_p. The answer has at most `room` tokens.
 
-    Log-probabilities are of the distribution sampled from (`post_sampling_probs`). At temperature 0 that distribution
-    has only one token, so log-probabilities at temperature 1 are requested instead. Raises RequestError for an invalid
+    The answer's log-probabilities are those after all samplers (`post_sampling_probs`). At temperature 0 only one token
+    is left after them, so log-probabilities at temperature 1 are requested instead. Raises RequestError for an invalid
     setting, and for presence and frequency penalties, because llama.cpp counts the prompt's tokens in them.
     """
     for name in _COUNTED_IN_PROMPT:
