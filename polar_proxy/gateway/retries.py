@@ -202,7 +202,7 @@ class RetryCache:
         self._evict()
 
     def end_session(self, session_id: str) -> None:
-        """End the grace period of a session's responses: its key is revoked, so no retry can come."""
+        """End the grace period of a session's responses. The session's key is revoked, so no retry can come."""
         for key, buffers in self._buffers.items():
             if key[0] == session_id:
                 for buffer in buffers:

@@ -310,9 +310,8 @@ def engine_row(info: EngineInfo) -> tuple[bytes, TableRow]:
 def node_row(node: ChainNode, codec: CellCodec, before: bytes | TokenIds) -> TableRow:
     """Return the row of a node.
 
-    `before`: the content that precedes the node in its chain. For a message or a list of tools: the result of
-    `bytes_before` for the contents of the node's ancestors. For tokens: all token ids of the node's ancestors (int32
-    [chain_length - length]).
+    `before`: the content of the chain before this node. For tokens, these are all earlier token ids (int32
+    [chain_length - length]). For a message or a list of tools, give what `bytes_before` returns for the earlier nodes.
     """
     pack: Callable[[Any, Any], bytes] = codec.pack_ids if node.kind == "tokens" else codec.pack_bytes
     return {
