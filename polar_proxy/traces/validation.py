@@ -93,9 +93,9 @@ def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Ite
 def _prompt_problems(
     trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], build: BuildResult
 ) -> Iterator[str]:
-    """Yield a problem for each answer that follows other tokens than its recorded prompt.
+    """Yield a problem for each answer whose preceding tokens in the trace are not its recorded prompt.
 
-    The answer of a drifted call may do so, if `on_drift` joined the call to the trace of its base (`_is_allowed_join`).
+    These tokens may differ if `on_drift` joined drifted calls to the trace (see `_is_allowed_join`).
     """
     try:
         ids = trace.token_ids if trace.parent_trace_id is None else trace_path(trace, traces).token_ids

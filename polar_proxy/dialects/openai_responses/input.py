@@ -7,8 +7,8 @@ text begins another answer.
 
 Every item that holds something for the model to read is kept. These are ignored: web search calls (no engine here made
 them), lists of MCP tools, reasoning that another provider encrypted, items of unknown type without content, and
-references to items that the input contains (`references` writes out all others). Any other item that cannot be shown to
-the model raises RequestError with the item's path `input[i]`.
+references to items that are in the input (other references were replaced before, see `references`). Any other item that
+cannot be shown to the model raises RequestError with the item's path `input[i]`.
 
 System and developer messages at the beginning become one system message that starts with `instructions`, because chat
 templates of open models have no developer role and accept only one system message at the beginning. Later ones become

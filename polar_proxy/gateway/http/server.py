@@ -184,8 +184,8 @@ class Gateway:
     async def idle(self, session_id: str, timeout: float) -> None:
         """Wait until no gateway of the database is answering a call of this session.
 
-        Waits at most `timeout` seconds for this gateway, and then as long again for the others. Raises TimeoutError if
-        open calls are left after that: they still run, or their gateway is dead.
+        Waits at most `timeout` seconds for this gateway, and then at most `timeout` seconds for the others. Raises
+        TimeoutError if calls are then still open, because they still run or because their gateway is dead.
         """
         await self.sessions.idle(session_id, timeout)
         if self._in_flight is not None and await self._in_flight.wait(session_id, timeout):
