@@ -219,8 +219,8 @@ class Gateway:
     async def budget_spent(self, session_id: str, *, idle_since: float) -> str | None:
         """Return the limit of a session's budget that was reached, or None.
 
-        If the session has been idle for longer than `max_idle_seconds`, its budget is spent. It has been idle since
-        `idle_since` (seconds since the epoch) or since the end of its last call, whichever is later.
+        The budget is also spent if the session has been idle for longer than `max_idle_seconds`. Idle time begins at
+        the end of the session's last call, but not before `idle_since` (seconds since the epoch).
         """
         budget = self.sessions.budget(session_id)
         if budget is None or self._in_flight is not None:

@@ -111,8 +111,8 @@ class CallSerializer:
         each of its calls hashes the whole conversation and prompt again."""
         self._codec = CellCodec()
         self._stored: OrderedDict[bytes, None] = OrderedDict()
-        """Keys of rows that are known to be stored, the newest last. A key that was dropped costs one insert that the
-        database ignores."""
+        """Keys of rows that are known to be stored, the newest last. The oldest keys are dropped. The row of a dropped
+        key is sent again, and the database ignores it."""
         self._chains: LRUCache[str, RequestChains] = LRUCache(cache_bytes, lambda chains: chains.size)
         """The chains of each session's last request."""
         self._engines: dict[EngineInfo, tuple[bytes, TableRow]] = {}
