@@ -194,10 +194,11 @@ class Gateway:
     async def forget_session(
         self, session_id: str, timeout: float, *, timeout_elsewhere: float | None = None
     ) -> str | None:
-        """Wait for the calls in flight of a closed session, then drop it from memory. Return one line about calls that
-        were lost or still run, if there are any. A client whose call still runs here gets a 409 in place of its answer.
+        """Wait for the calls in flight of a closed session, then drop the session from memory. Return one line about
+        calls that were lost or still run, or None. If a call still runs here, its client gets a 409 in place of the
+        answer.
 
-        `timeout` is in seconds, for this gateway and, unless `timeout_elsewhere` is given, for the others.
+        `timeout`: seconds to wait for this gateway. `timeout_elsewhere`: the same for the others; default: `timeout`.
         """
         lost_here, lost_elsewhere = None, None
         try:

@@ -37,8 +37,8 @@ class TrainerState:
     version: str
     """Policy version of the run's weights."""
     trained: tuple[str, ...]
-    """Groups that the weights were trained on (or that had no signal) and whose leases may still be open. If such a
-    group is offered again, it is acknowledged and not trained again."""
+    """Groups that are done, because they were trained on or had no signal, but may not be acknowledged yet. If such a
+    group is offered again, it is only acknowledged."""
     rounds: int = 0
     """Number of rounds of rollouts that were started."""
     minutes: float = 0.0
