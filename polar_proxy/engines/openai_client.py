@@ -24,7 +24,8 @@ from polar_proxy.types import EngineInfo, Json, Message, SampleEvent, Sampling
 
 CONNECT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 3.0
-"""How long an idle connection is kept. Less than five seconds, after which uvicorn (and so vLLM) closes it."""
+"""How long an idle connection is kept. It must be less than five seconds, because uvicorn, on which vLLM runs, then
+closes idle connections."""
 ANSWER_SECONDS = 30.0
 """Time-out of a GET request, from its start to the headers of the response."""
 RETRY_WITHIN_SECONDS = 1.0

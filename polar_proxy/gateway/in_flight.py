@@ -46,10 +46,10 @@ class InFlightCalls:
     async def announce(self, session_id: str, call_ids: Sequence[str], max_calls: int | None) -> bool:
         """Announce to the other gateways of the database that this one is about to answer these calls.
 
-        Returns False if the session would have more than `max_calls` calls, those in flight included. The calls must
-        not be answered then. Raises SessionClosedError if another gateway closed the session, and StoreError if the
-        store fails. A call that is answered although it could not be announced counts as lost only if its commit fails
-        too.
+        Returns False if the session would then have more than `max_calls` calls, including calls in flight. Do not
+        answer the calls in this case. Raises SessionClosedError if another gateway closed the session, and StoreError
+        if the store fails. If a call is answered although it could not be announced, it counts as lost only if its
+        commit fails too.
         """
         self._announced.update(call_ids)
         announce = self._store.open_calls.announce

@@ -73,7 +73,8 @@ def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
 
 
 def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Iterator[str]:
-    """Check that each call is either excluded, or trained with all its answers, each once. Yield the problems."""
+    """Yield a problem for each call that is neither excluded nor trained, or both, and for each answer that is missing
+    in the traces or trained twice."""
     spans = [span for trace in build.traces for span in trace.spans if span.kind == "sampled"]
     trained = Counter((span.call_id, span.choice) for span in spans)
     for answer, times in trained.items():
