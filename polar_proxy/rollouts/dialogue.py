@@ -34,7 +34,7 @@ _ANSWER_SECONDS = 600.0
 _LONGEST_TEXT = 30_000
 """Maximum number of characters of a text by a model that plays the user."""
 _IDLE_SECONDS = 5.0
-"""If a call to the user's model is in flight when the dialogue ends: how long to wait for its end."""
+"""Seconds to wait, after the dialogue has ended, for a call to the user's model that is still in flight."""
 _LEAST_SECONDS = 0.1
 """Least time limit of a turn, in seconds. If the agent's time is used up, its next turn gets this limit and ends as
 timed out."""

@@ -23,8 +23,8 @@ operating system caches the file as well."""
 _PROBE_SECONDS = 1.2
 PROBE = f"UPDATE {VERSION_TABLE} SET version_num = version_num"
 _RESERVE_BYTES = 1 << 20
-"""Free space in bytes below which the disk of a SQLite file counts as full: a call's rows may need more than a probe's
-row."""
+"""Free space in bytes below which the disk of a SQLite file counts as full. A probe that writes one row (`probe_file`)
+may succeed on a disk that has no room for the rows of a call."""
 _WRITE_LOCK = 120
 """The byte of the file `-shm` that a writer locks: https://www.sqlite.org/walformat.html#wal_locks"""
 

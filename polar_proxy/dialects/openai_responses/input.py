@@ -75,8 +75,8 @@ class _AnswerDraft(AssistantDraft):
 
 
 class _ItemReader:
-    """Reads items in order into messages. `ids`: the ids of the items that the input contains, not of the items that it
-    only refers to."""
+    """Reads items in order into messages. `ids`: the ids of the items that are in the input themselves. The ids in mere
+    references are not among them."""
 
     def __init__(self, tools: ResponsesTools, ids: set[str]) -> None:
         self._tools = tools
