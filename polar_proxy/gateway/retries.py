@@ -77,7 +77,7 @@ class ResponseBuffer:
         return buffered_send
 
     async def abandoned(self) -> None:
-        """Wait until a whole grace period has passed in which no client followed this response.
+        """Wait until no client has followed this response for a whole grace period.
 
         Called when the client that sent the request has disconnected.
         """

@@ -32,10 +32,10 @@ _WRITE_LOCK = 120
 class RollbackOnClose(sqlite3.Connection):
     """A connection that rolls back its transaction when it is closed.
 
-    SQLite keeps a closed connection, with its transaction and its locks, as long as one of its statements is
-    referenced. The traceback of a cancelled task references a statement until the garbage collector runs.
+    Otherwise SQLite keeps the transaction and its locks as long as Python holds one of the connection's statements. The
+    traceback of a cancelled task holds a statement until the garbage collector runs.
 
-    Like any SQLite connection, this one may be closed more than once, because a cancelled close is repeated.
+    The connection may be closed more than once, because a close that was cancelled is repeated.
     """
 
     _closed = False

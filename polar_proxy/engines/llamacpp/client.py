@@ -19,7 +19,7 @@ from polar_proxy.types import ChatRequest, Json, Sampling, TopLogprob
 
 COMPLETION = "/completion"
 _SEEDS = 2**32 - 1
-"""Seeds are sent modulo this number, because llama-server chooses a random seed if the number itself is sent."""
+"""Seeds are sent modulo this number, because llama-server takes the seed 2**32 - 1 as a request for a random seed."""
 _FORCED = 1e4
 """The logit bias by which a token is forced to be sampled."""
 _EVERY_TOKEN = 1 << 20
