@@ -75,7 +75,7 @@ class RowBatch:
     conversation_items: list[TableRow] = field(default_factory=list)
     sessions: dict[str, SessionCounters] = field(default_factory=dict)
     refused: dict[int, Exception] = field(default_factory=dict)
-    """Position of a refused record among the records -> why the record cannot be stored. It has no rows here."""
+    """Position of a refused record among the records -> why it cannot be stored. The batch has no rows of it."""
 
     def count(self, record: CallRecord) -> None:
         """Add a call to the counters of its session."""
