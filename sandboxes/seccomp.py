@@ -101,7 +101,7 @@ _NUMBER, _ARCHITECTURE = 0, 4  # offsets in `struct seccomp_data`
 _X32 = 0x40000000
 
 Instruction = tuple[int, int, int, int]
-"""A `struct sock_filter`: operation, instructions to skip if its comparison is true, those if it is false, operand."""
+"""A `struct sock_filter`: operation, number of instructions to skip if true, number to skip if false, operand."""
 _ALLOW: Instruction = (_RETURN, 0, 0, 0x7FFF0000)
 
 

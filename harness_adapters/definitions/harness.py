@@ -32,7 +32,7 @@ _MISSING = object()
 
 
 class DefinedHarness(ConnectableHarness):
-    """A harness that a definition file describes. Each subclass gets the program in one way."""
+    """A harness that a definition file describes. The subclasses get the program from npm, PyPI or a path."""
 
     def __init__(self, definition: HarnessDefinition) -> None:
         self.definition = definition

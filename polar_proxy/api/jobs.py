@@ -43,8 +43,8 @@ from polar_proxy.tasks import Task, check_task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
 _GRACE_SECONDS = 60.0
-"""A pause with `wait_idle` is provisional until the wait has succeeded. In case the process is killed during the wait,
-a provisional pause ends by itself this many seconds after the latest end of the wait."""
+"""During the wait of `wait_idle`, the pause has an end, so that it does not last if this process is killed. The end is
+this many seconds after the wait times out."""
 
 _STREAM: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}}
 
@@ -258,8 +258,10 @@ def _load_tasks(
 
 
 def _job_spec(context: ApiContext, body: m.JobRequest, original: Original | None) -> JobSpec:
-    """Return the options of the job. If the job repeats a rollout (`original`), omitted options come from this rollout,
-    otherwise from the settings. Raises UsageError for an invalid option."""
+    """Return the options of the job. Raises UsageError for an invalid option.
+
+    Omitted options come from the settings. If the job repeats the rollout `original`, those that the rollout's record
+    has, except `sandbox`, come from there instead."""
     given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
     if original is not None:
         given = original.job_options(given)

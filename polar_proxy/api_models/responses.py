@@ -106,7 +106,7 @@ class Group(ApiResponseModel):
     rollout_count: int
     """Number of rollouts that were queued for the group."""
     group_size: int
-    """Number of rollouts that the group needs to be complete (see `group_policy`)."""
+    """Number of rollouts that complete the group (see `group_policy`)."""
     status: Literal["open", "finished", "cancelled"]
     """open, finished or cancelled."""
     reason: str | None

@@ -24,7 +24,8 @@ from polar_proxy.types import EngineInfo, Json, Message, SampleEvent, Sampling
 
 CONNECT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 3.0
-"""How long an idle connection is kept. Less than five seconds, after which uvicorn (and so vLLM) closes it."""
+"""How long an idle connection is kept. It must be less than five seconds, because uvicorn, on which vLLM runs, then
+closes idle connections."""
 ANSWER_SECONDS = 30.0
 """Time-out of a GET request, from its start to the headers of the response."""
 RETRY_WITHIN_SECONDS = 1.0
@@ -105,10 +106,10 @@ class OpenAIClient:
         With `large`, the body is encoded in a separate thread. `fields`: further header fields, each with its line
         break.
 
-        A server may close an idle connection just when the request is written to it. So if the connection closes before
-        an answer comes, less than RETRY_WITHIN_SECONDS after the start, the request is sent once more. A sampling
-        request (`samples`) of which the server may have received some bytes is not sent again, because the server may
-        have sampled an answer, which has to be recorded as a call. EngineDroppedError is raised then.
+        A server may close an idle connection just when the request is written to it. If the connection closes without
+        an answer within RETRY_WITHIN_SECONDS, the request is therefore sent once more. Exception: if the server may
+        have received bytes of a sampling request (`samples`), EngineDroppedError is raised, because the server may have
+        sampled an answer, which has to be recorded as a call.
         """
         if not self.opened:
             raise not_open()

@@ -46,10 +46,10 @@ class InFlightCalls:
     async def announce(self, session_id: str, call_ids: Sequence[str], max_calls: int | None) -> bool:
         """Announce to the other gateways of the database that this one is about to answer these calls.
 
-        Returns False if the session would have more than `max_calls` calls, those in flight included. The calls must
-        not be answered then. Raises SessionClosedError if another gateway closed the session, and StoreError if the
-        store fails. A call that is answered although it could not be announced counts as lost only if its commit fails
-        too.
+        Returns False if the session would then have more than `max_calls` calls, including calls in flight. Do not
+        answer the calls in this case. Raises SessionClosedError if another gateway closed the session, and StoreError
+        if the store fails. If a call is answered although it could not be announced, it counts as lost only if its
+        commit fails too.
         """
         self._announced.update(call_ids)
         announce = self._store.open_calls.announce
@@ -94,8 +94,8 @@ class InFlightCalls:
         session's calls.
 
         Returns one line about the calls that other gateways lost or still answer after `timeout` seconds; None if there
-        are none. `own`: True if this gateway itself lost a call of the session or still answers one. The rows of such
-        calls are deleted, too, but the line does not mention them.
+        are none. `own`: True if this gateway itself lost or still answers a call of the session. The row of that call
+        is deleted, too, but the line does not mention the call.
         """
         if not await self.wait(session_id, timeout) and not own:
             return None

@@ -33,7 +33,7 @@ class BusyClock:
             self._earlier += self._clock() - self._since
 
     def seconds(self) -> float:
-        """Return the measured time until now, including that of calls that have not ended."""
+        """Return the measured seconds. The calls that are in the engine now count up to this moment."""
         return self._earlier + (self._clock() - self._since if self._calls else 0.0)
 
 

@@ -6,9 +6,9 @@ the same bytes, and joining their requests would give both runs the same sample.
 earlier request if
 
 * the earlier request lost its client before the last byte, and is still being answered, or
-* the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal request,
-  except in two cases: the last equal request failed, or an earlier equal request failed and was not retried yet. In
-  these cases the marked request may be the retry of the failed request, so it is sampled.
+* the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal request.
+  Exception: if that request failed, or if an earlier equal request failed and was not retried yet, the marked request
+  may be the retry of the failed request, so it is sampled.
 
 With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
 answered; with `never`, it joins none.
@@ -46,7 +46,7 @@ class ResponseBuffer:
     """Holds one response as it is sent, so that a retry can get it too."""
 
     def __init__(self, request: RequestContext, grace: float) -> None:
-        """`grace`: seconds for which generation goes on after the client disconnected, so that a retry can join it."""
+        """`grace`: if the client disconnects, generation continues for so many seconds, in which a retry can join."""
         self.request = request
         self.disconnected = False
         """True if the client that sent the request disconnected before the last byte."""
@@ -77,7 +77,7 @@ class ResponseBuffer:
         return buffered_send
 
     async def abandoned(self) -> None:
-        """Wait until a whole grace period has passed in which no client followed this response.
+        """Wait until no client has followed this response for a whole grace period.
 
         Called when the client that sent the request has disconnected.
         """
@@ -87,7 +87,7 @@ class ResponseBuffer:
             await self._changed.wait()
 
     def end_grace_period(self) -> None:
-        """End the grace period: no retry can come any more, so a generation without a client is not continued."""
+        """End the grace period, because no retry can come any more. A response without a client is given up."""
         self._grace, self._deadline = 0.0, 0.0
         self._notify()
 
@@ -202,7 +202,7 @@ class RetryCache:
         self._evict()
 
     def end_session(self, session_id: str) -> None:
-        """End the grace period of a session's responses: its key is revoked, so no retry can come."""
+        """End the grace period of a session's responses. The session's key is revoked, so no retry can come."""
         for key, buffers in self._buffers.items():
             if key[0] == session_id:
                 for buffer in buffers:

@@ -161,7 +161,7 @@ def runner_parts(names: Sequence[str]) -> str:
 
 
 def _read_report(output: bytes, nonce: bytes) -> Json | None:
-    """Return the report, or None if it is missing or its signature is not the judge's."""
+    """Return the report, or None if it is missing or not signed with the nonce."""
     signature, _, report = output.partition(b"\n")
     expected = hmac.new(nonce, report, hashlib.sha256).hexdigest().encode()
     return json.loads(report) if hmac.compare_digest(signature, expected) else None

@@ -34,9 +34,10 @@ _ANSWER_SECONDS = 600.0
 _LONGEST_TEXT = 30_000
 """Maximum number of characters of a text by a model that plays the user."""
 _IDLE_SECONDS = 5.0
-"""If a call to the user's model is in flight when the dialogue ends: how long to wait for its end."""
+"""Seconds to wait, after the dialogue has ended, for a call to the user's model that is still in flight."""
 _LEAST_SECONDS = 0.1
-"""Time limit, in seconds, of a turn that begins when the agent's time is used up. The turn then ends as timed out."""
+"""Least time limit of a turn, in seconds. If the agent's time is used up, its next turn gets this limit and ends as
+timed out."""
 _RULES = f"""
 You talk to an agent that works for you on a computer. Write only what you say to it, in the first person and in a few
 sentences. Answer its questions as the description above lets you, and do not do its work. When it has done what you

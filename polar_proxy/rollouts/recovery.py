@@ -126,10 +126,10 @@ async def exclude_earlier_attempts(store: Store, rollout_id: str, session_id: st
 
 
 async def _take_calls_in_flight(store: Store, session_id: str, rollout_id: str) -> bool:
-    """Delete the announcements of an ended session's uncommitted calls. Return whether there were any.
+    """Delete an ended session's announcements: the rows of calls that began but are not committed.
 
-    If there were, mark the rollout as incomplete, because its traces lack these calls. If such a call is committed
-    later, the commit excludes it.
+    If there are any, mark the rollout as incomplete, because its traces lack these calls, and return True. If such a
+    call is committed later, the commit excludes it.
     """
     left = await store.open_calls.take(session_id)
     if left:

@@ -23,8 +23,8 @@ operating system caches the file as well."""
 _PROBE_SECONDS = 1.2
 PROBE = f"UPDATE {VERSION_TABLE} SET version_num = version_num"
 _RESERVE_BYTES = 1 << 20
-"""Free space in bytes below which the disk of a SQLite file counts as full: a call's rows may need more than a probe's
-row."""
+"""Free space in bytes below which the disk of a SQLite file counts as full. A probe that writes one row (`probe_file`)
+may succeed on a disk that has no room for the rows of a call."""
 _WRITE_LOCK = 120
 """The byte of the file `-shm` that a writer locks: https://www.sqlite.org/walformat.html#wal_locks"""
 
@@ -32,10 +32,10 @@ _WRITE_LOCK = 120
 class RollbackOnClose(sqlite3.Connection):
     """A connection that rolls back its transaction when it is closed.
 
-    SQLite keeps a closed connection, with its transaction and its locks, as long as one of its statements is
-    referenced. The traceback of a cancelled task references a statement until the garbage collector runs.
+    Otherwise the transaction and its locks would outlive the close for as long as Python holds one of the connection's
+    statements. The traceback of a cancelled task holds a statement until the garbage collector runs.
 
-    Like any SQLite connection, this one may be closed more than once, because a cancelled close is repeated.
+    The connection may be closed more than once, because a close that was cancelled is repeated.
     """
 
     _closed = False

@@ -73,13 +73,13 @@ def get_source(name: str, code: AllowedCode = NO_CODE) -> TaskSource:
 def load_tasks(
     name: str, seed: int | None, instances: int | None, code: AllowedCode = NO_CODE
 ) -> tuple[list[Task], tuple[TaskRefusal, ...] | None]:
-    """Return the requested tasks, and the refused ones with reasons.
+    """Return the requested tasks, and the refused tasks with reasons.
 
     A file, folder or function gives a list of tasks, some of which may be refused. A family or class makes a task from
-    any seed; the refusals are then None. The result has up to `instances` tasks, from number `seed` (default 0) on;
-    refused tasks are skipped. If `instances` is missing, the result has only the task `seed`. If `seed` is missing too,
-    and the source is a list, the result has all tasks. Raises UsageError if there is no such source, if the source has
-    no such seed, or if `seed` is given and all the requested tasks are refused.
+    any seed; the refusals are then None. With `instances`, the result has up to so many tasks, from number `seed`
+    (default 0) on, without refused tasks. With `seed` alone, the result is this task. With neither, the result is the
+    whole list, or task 0 of a family or class. Raises UsageError if the source or the task `seed` does not exist, or
+    if `seed` is given and all the requested tasks are refused.
     """
     source = get_source(name, code)
     if isinstance(source, TaskList):

@@ -106,7 +106,7 @@ async def build_traces(
 
 
 async def exclude_session(store: Store, session_id: str, rollout_id: str) -> None:
-    """Exclude all calls of an attempt that was tried again, and remove its traces."""
+    """Exclude all calls of an earlier attempt as `superseded_attempt`, and remove the traces of that attempt."""
     reasons = dict.fromkeys([call.call_id for call in await store.calls.summaries(session_id)], SUPERSEDED)
     await store.traces.put((), reasons, STORED_BUILDER, session_id, rollout_id)
 
@@ -116,7 +116,7 @@ class RebuildReport:
     sessions: list[Json] = field(default_factory=list)
     """One entry for each session: ids, traces, tokens, calls, traces by grade, drift by outcome."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """rollout id -> status, of rollouts that still run: their traces are built when they end."""
+    """rollout id -> status. Only rollouts that still run are skipped; their traces are built when they end."""
 
     def to_json(self) -> Json:
         return {"sessions": self.sessions, "skipped": self.skipped}
@@ -163,7 +163,7 @@ async def _is_incomplete(store: Store, target: SessionTarget) -> bool:
 
 
 def _without_traces(result: BuildResult, calls: Sequence[CallRecord]) -> BuildResult:
-    """Exclude all calls: a session in which a call was lost is not trained."""
+    """Exclude all calls of a session in which a call was lost, because such a session is not trained."""
     excluded = {call.call_id: result.excluded.get(call.call_id, "incomplete") for call in calls}
     return BuildResult(result.builder, (), excluded, result.on_drift)
 

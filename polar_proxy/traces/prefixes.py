@@ -1,7 +1,7 @@
-"""Find which of many growing token sequences are prefixes of another sequence.
+"""Find the prefixes of a token sequence in a table of many sequences that grow.
 
-The hash of a sequence t is the sum of t[i] * B^(i+1) modulo 2^64. So a sequence that grows changes its hash by its new
-tokens only, and one cumulative sum gives the hashes of all prefixes of a sequence.
+The hash of a sequence t is the sum of t[i] * B^(i+1) modulo 2^64. When a sequence grows, only the terms of the new
+tokens are added to its hash. One cumulative sum gives the hashes of all prefixes of a sequence.
 """
 
 from __future__ import annotations

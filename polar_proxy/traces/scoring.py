@@ -104,8 +104,8 @@ async def score_sequence(engine: Engine, ids: TokenIds, temperature: float = 1.0
 
 
 def find_containing(sequences: Sequence[TokenIds]) -> list[int]:
-    """Return, for each sequence (int32 [n]), the index of the longest sequence that begins with it. This is its own
-    index if no longer sequence does."""
+    """Return, for each sequence (int32 [n]), the index of the longest sequence that begins with its tokens. If no other
+    sequence does, the sequence's own index is returned."""
     by_length = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
     containing = list(range(len(sequences)))
     longest: list[int] = []
@@ -228,7 +228,9 @@ def build_rescored(
     rollout_id: str | None = None,
     reward: float | None = None,
 ) -> BuildResult:
-    """Build merged traces of rescored answers. `skipped`: why other calls were not rescored, if known. Pure."""
+    """Build merged traces from the calls that `rescores` gave tokens, and exclude all other calls. Pure.
+
+    `skipped`: id of a call that was not rescored -> reason. A call that is missing there gets a general reason."""
     rescored = {rescore.call_id for rescore in rescores}
     pairs = zip(apply_rescores(calls, rescores), calls, strict=True)
     with_tokens = [call for call, before in pairs if call is not before]
@@ -285,8 +287,8 @@ def _no_rescore_reason(call: CallRecord) -> str | None:
 async def encode_answers(call: CallRecord, engine: Engine) -> list[tuple[Choice, TokenIds, TokenIds]]:
     """Return (answer, token ids of the prompt, token ids of the answer) for each answer of a call; the ids are int32.
 
-    The ids are those of the engine's rendering. Raise UnusableAnswerError with the reason if the call needs no
-    rescoring or cannot be rescored: for example, if a rendered answer does not contain the recorded text.
+    The engine renders the prompt and the answer to these ids. Raises UnusableAnswerError with the reason if the call
+    needs no rescoring or cannot be rescored: for example, if a rendered answer lacks a part of the recorded text.
     """
     if (reason := _no_rescore_reason(call)) is not None:
         raise UnusableAnswerError(reason)

@@ -73,7 +73,8 @@ def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
 
 
 def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Iterator[str]:
-    """Check that each call is either excluded, or trained with all its answers, each once. Yield the problems."""
+    """Yield a problem for each call that is neither excluded nor trained, or both, and for each answer that is missing
+    in the traces or trained twice."""
     spans = [span for trace in build.traces for span in trace.spans if span.kind == "sampled"]
     trained = Counter((span.call_id, span.choice) for span in spans)
     for answer, times in trained.items():
@@ -93,9 +94,9 @@ def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Ite
 def _prompt_problems(
     trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], build: BuildResult
 ) -> Iterator[str]:
-    """Yield a problem for each answer that follows other tokens than its recorded prompt.
+    """Yield a problem for each answer whose preceding tokens in the trace are not its recorded prompt.
 
-    The answer of a drifted call may do so, if `on_drift` joined the call to the trace of its base (`_is_allowed_join`).
+    These tokens may differ if `on_drift` joined drifted calls to the trace (see `_is_allowed_join`).
     """
     try:
         ids = trace.token_ids if trace.parent_trace_id is None else trace_path(trace, traces).token_ids
@@ -120,8 +121,8 @@ def _prompt_problems(
 
 
 def _is_allowed_join(trace: Trace, number: int, calls: Mapping[str, CallRecord], build: BuildResult) -> bool:
-    """Return whether the answer in span `number` follows the answer that its call continues, with exactly the context
-    that `find_context_start` gives."""
+    """Return whether the answer in span `number` may follow the answer of its call's base (the call that it continues).
+    The context between the two answers must begin where `find_context_start` says."""
     if build.on_drift not in ("canonical", "rescore") or "canonical" not in build.grade_reasons.get(trace.trace_id, ()):
         return False
     answer = trace.spans[number]

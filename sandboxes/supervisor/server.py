@@ -126,7 +126,7 @@ class Supervisor:
             self.handle(*request)
 
     def read_echo(self) -> None:
-        """Read the output of `cat`: an echo if the sandbox lives, the end of the output if it has ended."""
+        """Read the output of `cat`. An echo means that the sandbox lives. The end of the output means that it ended."""
         if os.read(self.cat_stdout, 4096):
             while self.killed:  # only the shims of these commands were killed
                 self.control.send({"id": self.killed.pop(0), "gone": True})
@@ -192,7 +192,7 @@ class Supervisor:
                     continue  # its shim has ended: no process is left
 
     def read_report(self, fd: int) -> None:
-        """Read from a command's shim: the command's exit status, and the end of the pipe when the shim has ended."""
+        """Read the command's exit status from its shim. The end of the pipe means that the shim has ended."""
         command = self.commands[fd]
         data = os.read(fd, 1 << 16)
         command.report += data

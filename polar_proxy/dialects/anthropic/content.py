@@ -157,8 +157,8 @@ class _BlockReader:
         return self._parts(_rendered(_content_blocks(content, path), path))
 
     def _marked_parts(self, blocks: list[tuple[Json, str]]) -> tuple[list[Json], tuple[tuple[int, Json], ...]]:
-        """Return the content parts of the blocks, and (index of a part, `cache_control`) for each block with a
-        `cache_control`. The client asks to cache the prompt up to this part."""
+        """Return the content parts of the blocks, and a pair (index of a part, `cache_control`) for each block that has
+        a `cache_control`. By such a pair, the client asks to cache the prompt up to the end of the part."""
         if not any("cache_control" in block for block, _ in blocks):
             return self._parts(blocks), ()
         parts: list[Json] = []

@@ -33,8 +33,8 @@ _IGNORED_FIELDS = {
     *("videoMetadata", "mediaResolution", "partMetadata", "callIndex", "toolCall", "toolResponse", "mediaProcessing"),
     *("audioTranscription", "speechMetadata", "documentMetadata", "spreadsheetMetadata", "audioMetadata"),
 }
-"""Fields of a part that are ignored, because no model here can read them: metadata of other fields, and Google's own
-server-side tools."""
+"""Fields of a part that are ignored, because no model here can read them: metadata (of a video, for example), and calls
+and results of tools that Google's servers run."""
 
 
 @dataclass(frozen=True, slots=True)

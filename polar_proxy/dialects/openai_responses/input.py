@@ -7,8 +7,8 @@ text begins another answer.
 
 Every item that holds something for the model to read is kept. These are ignored: web search calls (no engine here made
 them), lists of MCP tools, reasoning that another provider encrypted, items of unknown type without content, and
-references to items that the input contains (`references` writes out all others). Any other item that cannot be shown to
-the model raises RequestError with the item's path `input[i]`.
+references to items that are in the input (other references were replaced before, see `references`). Any other item that
+cannot be shown to the model raises RequestError with the item's path `input[i]`.
 
 System and developer messages at the beginning become one system message that starts with `instructions`, because chat
 templates of open models have no developer role and accept only one system message at the beginning. Later ones become
@@ -75,8 +75,8 @@ class _AnswerDraft(AssistantDraft):
 
 
 class _ItemReader:
-    """Reads items in order into messages. `ids`: the ids of the items that the input contains, not of the items that it
-    only refers to."""
+    """Reads items in order into messages. `ids`: the ids of the items that are in the input themselves. The ids in mere
+    references are not among them."""
 
     def __init__(self, tools: ResponsesTools, ids: set[str]) -> None:
         self._tools = tools
@@ -124,9 +124,9 @@ class _ItemReader:
     def _draft_of(self, item: Json, fits: bool) -> _AnswerDraft:
         """Return the draft of the assistant message that an item belongs to: the current draft or a new one.
 
-        The item joins the current draft if the ids of both are from the same answer. If the item or the draft has no id
-        from Polar, the item joins if `fits` (the current draft can take an item of this kind) and no tool output came
-        in between.
+        If the item and the current draft both have ids from Polar, the item joins the draft exactly if the ids are from
+        the same answer. Otherwise the item joins if it `fits` (the draft can take an item of this kind) and no tool
+        output came in between.
         """
         answer_id, draft = answer_of_item(item.get("id")), self._draft
         if draft is not None and answer_id is not None and draft.answer_id is not None:

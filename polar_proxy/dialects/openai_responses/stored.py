@@ -69,9 +69,9 @@ def recorded_answer(call: CallRecord) -> Answer:
 
 
 def listed_input(call: CallRecord) -> list[Json]:
-    """Return the input items of a response, in order, as the API shows them. Each has an id.
+    """Return the input items of a response, in order, as the API shows them. Instructions are left out.
 
-    Instructions are left out. An item to which the client gave no id gets one, by which later requests can refer to it.
+    If the client gave an item no id, the item gets an id here, so that later requests can refer to it.
     """
     items: list[Json] = [orjson.loads(message) for message in call.messages]
     return [

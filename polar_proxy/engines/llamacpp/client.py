@@ -19,7 +19,7 @@ from polar_proxy.types import ChatRequest, Json, Sampling, TopLogprob
 
 COMPLETION = "/completion"
 _SEEDS = 2**32 - 1
-"""Seeds are sent modulo this number, because llama-server chooses a random seed if the number itself is sent."""
+"""Seeds are sent modulo this number, because llama-server takes the seed 2**32 - 1 as a request for a random seed."""
 _FORCED = 1e4
 """The logit bias by which a token is forced to be sampled."""
 _EVERY_TOKEN = 1 << 20
@@ -87,10 +87,11 @@ class LlamaCppClient(OpenAIClient):
         return dict(answer)
 
     async def next_tokens(self, prompt: Sequence[int], end: int, slot: int = -1) -> list[Json]:
-        """Return the distribution of the token after `prompt` at temperature 1, a row for each token.
+        """Return the distribution of the token after `prompt` at temperature 1: one row for each token of the
+        vocabulary.
 
-        The server reports a distribution only with a token that it sampled, so it is made to sample `end`, an
-        end-of-turn token.
+        The server reports a distribution only for a position at which it samples. It is therefore forced to sample
+        `end`, an end-of-turn token.
         """
         answer = await self.forced(prompt, end, n_probs=_EVERY_TOKEN, id_slot=slot)
         return list(self.field(answer, "completion_probabilities")[0]["top_logprobs"])
@@ -118,8 +119,8 @@ class LlamaCppClient(OpenAIClient):
 def sampled_logprob(rows: Sequence[Json], token: int, sampling: Sampling) -> float:
     """Return the log-probability of `token` under the settings `sampling`. `rows`: the distribution at temperature 1.
 
-    At temperature 0 the value of temperature 1 is returned. At any other temperature the result is NaN if settings
-    besides the temperature change the distribution.
+    At temperature 0, return the log-probability at temperature 1. At any other temperature, return NaN if a setting
+    other than the temperature changes the distribution.
     """
     own = next((float(row["logprob"]) for row in rows if row["id"] == token), nan)
     temperature = 1.0 if sampling.temperature is None else sampling.temperature
@@ -145,8 +146,8 @@ def sampling_body(sampling: Sampling, seed: int, context: int, room: int) -> Jso
     """Return the sampling fields of `/completion`. The samplers are applied in the order of vLLM and of the local
     engine: penalties, temperature, min_p, top_k, top_p. The answer has at most `room` tokens.
 
-    Log-probabilities are of the distribution sampled from (`post_sampling_probs`). At temperature 0 that distribution
-    has only one token, so log-probabilities at temperature 1 are requested instead. Raises RequestError for an invalid
+    The answer's log-probabilities are those after all samplers (`post_sampling_probs`). At temperature 0 only one token
+    is left after them, so log-probabilities at temperature 1 are requested instead. Raises RequestError for an invalid
     setting, and for presence and frequency penalties, because llama.cpp counts the prompt's tokens in them.
     """
     for name in _COUNTED_IN_PROMPT:

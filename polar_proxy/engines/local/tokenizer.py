@@ -87,10 +87,11 @@ class ChatTokenizer:
 
 
 class TokenDecoder:
-    """Decoder of a stream of ids: it decodes a short window with and without the new id, and returns the difference.
+    """Decoder of a stream of ids.
 
-    The window is needed because the text of a token may depend on its neighbours (a leading space, the bytes of one
-    character). `decode` returns the text of ids; `hidden` are ids without text.
+    The text of a token may depend on its neighbours (a leading space, the bytes of one character). So a short window of
+    ids is decoded with and without the new id, and the difference is the new text. `decode` returns the text of ids;
+    `hidden` are ids without text.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], hidden: set[int]) -> None:

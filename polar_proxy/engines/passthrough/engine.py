@@ -150,7 +150,7 @@ class PassthroughEngine(Engine):
 class _AnswerReader:
     """Reads the pieces of a provider's answer for the record, up to the first piece that Polar cannot read.
 
-    The agent also gets the later pieces. Polar searches the later pieces only for errors and for the end of the answer.
+    After that piece, the reader only looks for errors and for the end of the answer. The agent gets all pieces.
     """
 
     def __init__(self, raw: ProviderRequest, request: EngineRequest) -> None:

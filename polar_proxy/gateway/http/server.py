@@ -184,8 +184,8 @@ class Gateway:
     async def idle(self, session_id: str, timeout: float) -> None:
         """Wait until no gateway of the database is answering a call of this session.
 
-        Waits at most `timeout` seconds for this gateway, and then as long again for the others. Raises TimeoutError if
-        open calls are left after that: they still run, or their gateway is dead.
+        Waits at most `timeout` seconds for this gateway, and then at most `timeout` seconds for the others. Raises
+        TimeoutError if calls are then still open, because they still run or because their gateway is dead.
         """
         await self.sessions.idle(session_id, timeout)
         if self._in_flight is not None and await self._in_flight.wait(session_id, timeout):
@@ -194,10 +194,11 @@ class Gateway:
     async def forget_session(
         self, session_id: str, timeout: float, *, timeout_elsewhere: float | None = None
     ) -> str | None:
-        """Wait for the calls in flight of a closed session, then drop it from memory. Return one line about calls that
-        were lost or still run, if there are any. A client whose call still runs here gets a 409 in place of its answer.
+        """Wait for the calls in flight of a closed session, then drop the session from memory. Return one line about
+        calls that were lost or still run, or None. If a call still runs here, its client gets a 409 in place of the
+        answer.
 
-        `timeout` is in seconds, for this gateway and, unless `timeout_elsewhere` is given, for the others.
+        `timeout`: seconds to wait for this gateway. `timeout_elsewhere`: the same for the others; default: `timeout`.
         """
         lost_here, lost_elsewhere = None, None
         try:
@@ -219,8 +220,8 @@ class Gateway:
     async def budget_spent(self, session_id: str, *, idle_since: float) -> str | None:
         """Return the limit of a session's budget that was reached, or None.
 
-        If the session has been idle for longer than `max_idle_seconds`, its budget is spent. It has been idle since
-        `idle_since` (seconds since the epoch) or since the end of its last call, whichever is later.
+        The budget is also spent if the session has been idle for longer than `max_idle_seconds`. Idle time begins at
+        the end of the session's last call, but not before `idle_since` (seconds since the epoch).
         """
         budget = self.sessions.budget(session_id)
         if budget is None or self._in_flight is not None:
@@ -237,8 +238,8 @@ class Gateway:
         return budget.spent
 
     def refusal(self, session_id: str) -> str | None:
-        """Return why a session's last call could not be recorded and was therefore refused or broken off. None if the
-        call was recorded, or if the session is not in memory."""
+        """Return why a session's last call could not be recorded; such a call is refused or broken off. Return None if
+        the call was recorded or needs no record (`record_required`), or if the session is not in memory."""
         return self.sessions.refusal(session_id)
 
     async def request_fault(self, session_id: str) -> str | None:
@@ -254,8 +255,8 @@ class Gateway:
     ) -> None:
         """Serve agents on one more listening socket, such as one inside a sandbox's network.
 
-        It serves the routes that agents need, and nothing that shows the gateway or other sessions. With `tls` and the
-        `key` of a session, it serves the paths of the model hosts that resolve to the socket.
+        The socket serves the routes that agents need, and nothing that shows the gateway or other sessions. With `tls`
+        and the `key` of a session, the socket instead stands in for the model hosts, whose names resolve to it.
         """
         connections = Connections(self.settings.limits.sandbox_connections, self._connections)
         protocol_class = self._protocol(connections)

@@ -75,7 +75,7 @@ class RowBatch:
     conversation_items: list[TableRow] = field(default_factory=list)
     sessions: dict[str, SessionCounters] = field(default_factory=dict)
     refused: dict[int, Exception] = field(default_factory=dict)
-    """Position of a record without rows in the batch -> why it cannot be stored."""
+    """Position of a refused record among the records -> why it cannot be stored. The batch has no rows of it."""
 
     def count(self, record: CallRecord) -> None:
         """Add a call to the counters of its session."""
@@ -101,7 +101,7 @@ class RowBatch:
 
 
 class CallSerializer:
-    """Turns records into rows, without the rows of nodes, settings and engines that are known to be stored.
+    """Turns records into rows. Leaves out the rows of nodes, settings and engines that `mark_stored` has seen.
 
     Used by one thread at a time.
     """
@@ -111,8 +111,8 @@ class CallSerializer:
         each of its calls hashes the whole conversation and prompt again."""
         self._codec = CellCodec()
         self._stored: OrderedDict[bytes, None] = OrderedDict()
-        """Keys of rows that are known to be stored, the newest last. A key that was dropped costs one insert that the
-        database ignores."""
+        """Keys of rows that are known to be stored, the newest last. The oldest keys are dropped. The row of a dropped
+        key is sent again, and the database ignores it."""
         self._chains: LRUCache[str, RequestChains] = LRUCache(cache_bytes, lambda chains: chains.size)
         """The chains of each session's last request."""
         self._engines: dict[EngineInfo, tuple[bytes, TableRow]] = {}
@@ -215,10 +215,10 @@ class CallSerializer:
         return clean
 
     def _split_tail(self, prompt: list[ChainNode], base: ChainNode | None) -> tuple[list[ChainNode], bytes | None]:
-        """Take a short last segment off the chain and pack it for the row of the call.
+        """If the last segment is short, take it off the chain and pack it for the row of the call.
 
-        The tokens after the last turn (the generation prompt) are few and no other call shares them; a separate row
-        would cost ten times as much.
+        A short last segment is the generation prompt. No other call shares these few tokens, and a row of their own
+        would take ten times as much space.
         """
         if not prompt or prompt[-1].length >= MIN_SEGMENT or (len(prompt) == 1 and base is None):
             return prompt, None
@@ -310,9 +310,8 @@ def engine_row(info: EngineInfo) -> tuple[bytes, TableRow]:
 def node_row(node: ChainNode, codec: CellCodec, before: bytes | TokenIds) -> TableRow:
     """Return the row of a node.
 
-    `before`: the content that precedes the node in its chain. For a message or a list of tools: the result of
-    `bytes_before` for the contents of the node's ancestors. For tokens: all token ids of the node's ancestors (int32
-    [chain_length - length]).
+    `before`: the content of the chain before this node. For tokens, these are all earlier token ids (int32
+    [chain_length - length]). For a message or a list of tools, give what `bytes_before` returns for the earlier nodes.
     """
     pack: Callable[[Any, Any], bytes] = codec.pack_ids if node.kind == "tokens" else codec.pack_bytes
     return {

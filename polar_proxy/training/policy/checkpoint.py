@@ -37,8 +37,8 @@ class TrainerState:
     version: str
     """Policy version of the run's weights."""
     trained: tuple[str, ...]
-    """Groups that the weights were trained on (or that had no signal) and whose leases may still be open. If such a
-    group is offered again, it is acknowledged and not trained again."""
+    """Groups that are done, because they were trained on or had no signal, but may not be acknowledged yet. If such a
+    group is offered again, it is only acknowledged."""
     rounds: int = 0
     """Number of rounds of rollouts that were started."""
     minutes: float = 0.0
@@ -121,10 +121,11 @@ def load(folder: Path) -> Checkpoint:
 
 
 def weights_after(run: Path, step: int, model: Any, *, initial: Path, adapter: bool) -> dict[str, Tensor]:
-    """Return the parameters of `model` after a step, by name. With `adapter`, return only the adapter's parameters.
+    """Return the parameters of `model` after a step, by name. With `adapter`, return only the adapter's parameters (for
+    step 0, only the matrices B, which are 0).
 
-    `initial`: folder of the weights before the first step. Raises TrainingError if there is no checkpoint of the step,
-    or a folder holds the weights of another model.
+    `initial`: folder of the weights before the first step. Raises TrainingError if the checkpoint of the step does not
+    exist, or if the checkpoint or `initial` holds the weights of another model.
     """
     from safetensors.torch import load_file
 
