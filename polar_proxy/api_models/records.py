@@ -133,7 +133,7 @@ class CallFields(ApiResponseModel):
     rule: str | None = None
     """Name of the rule that decided the edge."""
     reason: str | None = None
-    """Why the rule gives this edge, in words."""
+    """Why the rule decided for the relation `edge`, in words."""
     ambiguous: bool = False
     """True if another edge or parent was possible as well."""
     cached_tokens: int | None

@@ -130,7 +130,7 @@ class RequestReader:
     async def read_count(
         self, dialect: Dialect, receive: asgi.Receive, session: SessionState, reservation: BodyReservation
     ) -> ReadCount:
-        """Read the body of a request for the number of tokens of a prompt, and parse it unless it is passed on."""
+        """Read the body of a token-count request. The body is parsed unless the engine passes it on to a provider."""
         parts = await asgi.read_body(receive, reservation.take)
         async with _turn(session, reservation):
             raw = await self._join(parts, reservation.size)

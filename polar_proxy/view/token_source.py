@@ -83,7 +83,7 @@ class TokenSources:
         return known
 
     def forget(self, record_id: str) -> None:
-        """Read this trace or call again at the next request."""
+        """Drop the kept tokens of this trace or call. The next request reads them from the store."""
         self._sequences.pop(record_id, None)
 
     async def chunk(self, context: ApiContext, sequence: TokenSequence, start: int) -> Json:

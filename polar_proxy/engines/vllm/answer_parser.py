@@ -74,7 +74,7 @@ class AnswerParser:
     """Parser of one answer (all choices of one call)."""
 
     constrained = False
-    """True if the answer is sampled under a grammar that belongs to the server's parser."""
+    """True if the answer is sampled under a grammar (structured output) that the server's parser asks for."""
 
     async def open(self, body: Json) -> Json:
         """Prepare to parse, and return the body of the completion request with the fields that this parser needs."""
