@@ -340,10 +340,10 @@ async def changed_names(engine: aiodocker.Docker, name: str, folder: str) -> set
 
 
 async def fetch_tree(engine: aiodocker.Docker, name: str, folder: str, top_names: set[str] | None) -> SandboxTree:
-    """Read `folder` of a container; with `top_names`, read only these names directly below it. Raise `TreeTooLarge` if
-    the files exceed a limit.
+    """Read `folder` of a container, or only the entries `top_names` of `folder`. Raise `TreeTooLarge` if the files
+    exceed a limit.
 
-    The engine makes the archives that are read, so no program in the container takes part."""
+    The engine itself packs the files into archives. No program in the container takes part."""
     file = tempfile.TemporaryFile(prefix="polar-tree-")  # noqa: SIM115 - the tree closes the file
     try:
         starts: dict[int, bytes] = {}

@@ -126,7 +126,7 @@ class StoreMonitor:
         await self._check.close()
 
     async def check(self) -> str | None:
-        """Return within two seconds why the store cannot be written now, or None if it can."""
+        """Return the reason why the store cannot be written now; None if it can. Takes less than two seconds."""
         await self._learn(MAX_AGE_SECONDS)
         return self.problem
 

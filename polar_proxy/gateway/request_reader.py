@@ -40,7 +40,7 @@ session do not wait for it."""
 _BYTES_OF_VALUE = 64
 """Memory in bytes of a parsed JSON value, besides its text."""
 _MESSAGE_LISTS = ("messages", "input", "contents", "prompt")
-"""The fields of the dialects that hold messages or prompts. A list of numbers is one prompt of token ids."""
+"""Fields of a request that hold messages or prompts, in any dialect. A list of numbers is one prompt of token ids."""
 _TOOL_LISTS = ("tools", "functions")
 
 

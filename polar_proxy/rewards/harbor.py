@@ -152,7 +152,7 @@ def _select_reward(rewards: Json, key: str) -> float:
 
 
 def folder_files(folder: Path) -> dict[str, tuple[bytes, bool]]:
-    """Return the content of every file below `folder`, and whether it is executable, by relative path.
+    """Return relative path -> (content, whether the file is executable) for every file below `folder`.
 
     Raises `BadTaskError` for links, which could lead to any file of this machine."""
     found: dict[str, tuple[bytes, bool]] = {}
