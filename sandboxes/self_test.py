@@ -133,7 +133,7 @@ def _bait(gateway_port: int) -> Iterator[dict[str, Any]]:
 
 
 def _listen_besides(port: int) -> socket.socket:
-    """Return a socket that listens on the host's loopback interface, at any port but `port`, which is in use inside."""
+    """Return a socket that listens on the host's loopback interface, at a free port other than `port`."""
     first = socket.create_server(("127.0.0.1", 0))
     if first.getsockname()[1] != port:
         return first
