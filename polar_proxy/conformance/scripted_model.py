@@ -258,8 +258,8 @@ def step_reply(
 
 
 def _terminus_reply(step: Step, tag: str) -> ScriptedReply:
-    """Return the answer for Terminus 2: a JSON object with keystrokes for the terminal and whether the task is
-    complete."""
+    """Return the answer for Terminus 2: a JSON object. It has the keystrokes for the terminal, and says whether the
+    task is complete."""
     commands = step if isinstance(step, tuple) else ()
     keys = [
         {"keystrokes": traced_command(tag, number, text) + "\n", "duration": 0.3}
