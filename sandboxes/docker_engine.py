@@ -75,8 +75,8 @@ async def docker_client() -> AsyncIterator[aiodocker.Docker]:
 
 
 async def inspect_image(engine: aiodocker.Docker, name: str) -> dict[str, Any] | None:
-    """Return the engine's description of an image, or None if it has no such image. Raise `SandboxError` if the engine
-    reports another error."""
+    """Return the engine's description of an image; None if the engine has no such image. Raise `SandboxError` for any
+    other error that the engine reports."""
     try:
         return await engine.images.inspect(name)
     except require_aiodocker().DockerError as error:

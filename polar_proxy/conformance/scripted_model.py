@@ -281,8 +281,8 @@ def _aider_reply(step: Step, tag: str) -> ScriptedReply:
 def traced_command(tag: str, number: int, command: str) -> str:
     """Return a command line that prints `tag` and `ran-N`, where N is 42 + `number`, and then runs `command`.
 
-    The printed text proves that the line was run, because the line itself does not contain it: printf computes N. No
-    shell substitution is used, because some harnesses refuse to run one.
+    The printed text proves that the line was run, because the line itself does not contain it: printf computes N. The
+    line uses no shell substitution, because some harnesses refuse to run commands with substitutions.
     """
     return f"printf '%s ran-%d\\n' {tag} 0{0o52 + number:o}; {command}"
 

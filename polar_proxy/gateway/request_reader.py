@@ -35,8 +35,8 @@ parsing, hashing and other work that grows with its size run in a thread, to kee
 _MANY_REFERENCES = 50
 """Number of recorded calls above which a request that refers to them is `large`."""
 _TAKES_TURNS = 1 << 16
-"""Size in bytes above which a body waits in its session's queue of large bodies (see `_turn`). Smaller bodies do not wait
-for large ones."""
+"""Size in bytes above which a body waits in its session's queue of large bodies (see `_turn`). Smaller bodies do not
+wait for large bodies."""
 _BYTES_OF_VALUE = 64
 """Memory in bytes of a parsed JSON value, besides its text."""
 _MESSAGE_LISTS = ("messages", "input", "contents", "prompt")

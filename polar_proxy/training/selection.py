@@ -55,8 +55,8 @@ def select_groups(
     A group with equal rewards below `best`, or with fewer than two rewards, is queued again if it has had fewer than
     `max_attempts` attempts. `attempts`: how many attempts each group has had, including this one; 1 by default. Groups
     that are solved completely or have no attempts left are dropped. The caller starts other groups until its batch is
-    full. Source: dynamic sampling of DAPO, arXiv 2503.14476 (groups of 0 < number solved < G are kept). DAPO does not
-    queue groups again.
+    full. Source: dynamic sampling of DAPO, arXiv 2503.14476 (groups of 0 < number solved < G are kept). Queueing a
+    group again is our addition.
     """
     verdicts = {name: verdict(rewards, best=best, tolerance=tolerance) for name, rewards in groups.items()}
     had = attempts or {}

@@ -99,10 +99,10 @@ class TraceRepository(Repository):
     ) -> None:
         """Replace the traces and exclusions of this builder and session.
 
-        `excluded` maps the ids of calls that are in no trace to the reason; `certificates` are by trace id. The tokens
-        of a trace are not stored again, but read back from its calls. Raises StoreError, and changes nothing, if a
-        trace does not match its calls or branches from a trace that is not among `traces`. `validated`: a builder has
-        just compared the traces with their calls, so they are not compared again.
+        `excluded`: call id -> reason, for the calls that are in no trace. `certificates`: trace id -> certificate. The
+        tokens of a trace are not stored again, but read back from its calls. Raises StoreError, and changes nothing, if
+        a trace does not match its calls or the other arguments, or branches from a trace that is not among `traces`.
+        `validated`: a builder has just compared the traces with their calls, so they are not compared again.
         """
         ids = {trace.trace_id for trace in traces}
         for trace in traces:
