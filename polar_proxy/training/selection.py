@@ -196,9 +196,9 @@ class ReplayCandidate:
 
     name: str
     version: int
-    """Policy version that sampled it."""
+    """Policy version that sampled the rollout."""
     uses: int = 1
-    """Number of times the policy was trained on it."""
+    """Number of times the policy was trained on the rollout."""
 
 
 def replay(
@@ -236,9 +236,9 @@ def truncated_weights(log_ratios: Sequence[float] | Floats, *, cap: float = 2.0)
 
 
 def effective_sample_size(weights: Sequence[float] | Floats) -> float:
-    """Return the equivalent number of equally weighted samples: (sum w)^2 / sum w^2, from 1 to n; 0 for none.
+    """Return the equivalent number of equally weighted samples: (sum w)^2 / sum w^2, from 1 to n.
 
-    Source: Kish, Survey Sampling, 1965.
+    Return 0 if all weights are 0. Source: Kish, Survey Sampling, 1965.
     """
     values = np.asarray(weights, dtype=np.float64)
     squares = float((values**2).sum())

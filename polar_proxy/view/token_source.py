@@ -63,7 +63,7 @@ class TokenSequence:
 
 @dataclass
 class TokenSources:
-    """Reads sequences and texts, and caches the last ones."""
+    """Reads token sequences and texts of tokens, and keeps the most recently used in memory."""
 
     _sequences: LRUCache[str, TokenSequence] = field(default_factory=lambda: LRUCache(_KEPT))
     _texts: LRUCache[tuple[str, int], str] = field(default_factory=lambda: LRUCache(_TEXTS_KEPT))
