@@ -379,7 +379,7 @@ async def _fetch_archive(engine: aiodocker.Docker, name: str, path: str, file: B
 
 
 async def remove_container(engine: aiodocker.Docker, name: str) -> bool:
-    """Kill and remove a container with its volumes. Return False if there is none."""
+    """Kill and remove a container with its volumes. Return False if the container does not exist."""
     library = require_aiodocker()
     container = engine.containers.container(name)
     try:

@@ -55,7 +55,7 @@ class HarborEvaluator(Evaluator):
     weight: float = 1.0
     env: Mapping[str, str] = field(default_factory=dict)
     reward_key: str = "reward"
-    """Name of the number in reward.json that is the reward, if there are several numbers. All of them are recorded."""
+    """If reward.json has several numbers, the name of the number to use as the reward. All numbers are recorded."""
 
     def check(self, task: EvaluatedTask) -> None:
         if not os.path.isdir(self.tests):

@@ -203,7 +203,7 @@ class TraceRepository(Repository):
         """Store the result of an audit in the trace's certificate, and set the grade of the trace and the certificate
         to `grade`. Replaces an earlier audit.
 
-        Raises UsageError for an unknown trace (a later build may have replaced it) or one without a certificate.
+        Raises UsageError if the trace has no certificate or does not exist (a later build may have replaced it).
         """
         mine = _t.trace_id == trace_id
 
