@@ -160,8 +160,8 @@ async def describe_engine(wanted: DockerRuntime = "auto") -> str:
 
 
 def ignored_limits(wanted: dict[str, Any], found: dict[str, Any]) -> tuple[str, ...]:
-    """Return the limits that the HostConfig `wanted` sets and the container's actual HostConfig `found` lacks, each
-    with the reason."""
+    """Return the limits that the engine ignored, each with the reason. `wanted`: the HostConfig that was sent to the
+    engine. `found`: the HostConfig that the container got."""
     names = {"Memory": ["memory_mb"], "NanoCpus": ["cpus"], "PidsLimit": ["pids"], "Ulimits": ["file_mb", "open_files"]}
     ignored = [limit for key, limits in names.items() if wanted.get(key) and not found.get(key) for limit in limits]
     reason = "the engine ignores it; rootless Podman enforces it from version 5.5 on and with control groups v2"

@@ -44,7 +44,7 @@ async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
 
 
 async def _score_again(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-    """Score the work a second time, because the machine's fault may have passed. The control had all verdicts."""
+    """Score the work again, because the machine's fault may have passed. Without the patch, no verdict was missing."""
     try:
         score = await _evaluate(work, sandboxes)
     except (InfrastructureError, EvaluatorError) as error:

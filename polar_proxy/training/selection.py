@@ -250,9 +250,9 @@ def _all(a: float, b: float, n: int) -> float:
 
 
 def _t_quantile(probability: float, freedom: int) -> float:
-    """Return the t with P(T <= t) = `probability` (0.5 <= probability < 1) of Student's t, to about 1e-10.
+    """Return the quantile of Student's t: the t with P(T <= t) = `probability`, to about 1e-10.
 
-    Raises ValueError outside of that range, and for `freedom` < 1.
+    Raises ValueError unless 0.5 <= `probability` < 1 and `freedom` >= 1.
     """
     if freedom < 1 or not 0.5 <= probability < 1.0:
         raise ValueError(f"no quantile for probability {probability} and {freedom} degrees of freedom")

@@ -52,8 +52,8 @@ class GroupLease:
     """Number of policy versions between the group's oldest rollout and the trainer; None if a version is missing or not
     a number."""
     policy_version: str | None = None
-    """The policy version at which the group's oldest rollout was claimed; None if a version is missing or not a
-    number."""
+    """The lowest policy version at which a finished rollout of the group was claimed; None if a version is missing or
+    not a number."""
 
 
 @dataclass(frozen=True, slots=True)
