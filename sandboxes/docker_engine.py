@@ -233,8 +233,8 @@ class CommandStream:
     async def follow(self, execution: Any) -> int:
         """Start the command, collect its output, and return its exit status.
 
-        The stream ends only when the last process that holds the output ends, which may be a background process. So the
-        engine is also asked, at growing intervals, whether the command itself has ended.
+        The stream ends only when no process holds the output any more. A background process may hold it for long. So
+        the engine is also asked, at growing intervals, whether the command itself has ended.
         """
         async with _stream_of(execution) as stream:
             reader = asyncio.ensure_future(self._read(stream))
