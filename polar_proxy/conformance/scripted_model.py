@@ -114,7 +114,7 @@ class ScriptedModel:
     nonce: str = field(default_factory=lambda: secrets.token_hex(4))
     requests: list[ReceivedRequest] = field(default_factory=list)
     instructions: tuple[str, str] | None = None
-    """The user's texts of the two turns; None: the texts that `instruction` makes for the checks."""
+    """The user's texts for the two turns. If None, `instruction` makes the texts."""
     compacted: bool = False
     _fired: set[int] = field(default_factory=set)
     _cut: set[int] = field(default_factory=set)

@@ -111,10 +111,10 @@ class SandboxPool:
         return sandbox
 
     def expect(self, kind: SandboxKind, spec: SandboxSpec) -> None:
-        """Fill the pool with sandboxes of this specification, because one will be taken soon.
+        """Open sandboxes of this specification in advance. Call it when a sandbox will be taken soon.
 
-        If the pool is full, the new sandboxes replace sandboxes of other specifications: the ones that have waited
-        longest."""
+        If the pool is full, the new sandboxes replace sandboxes of other specifications, longest-waiting first.
+        """
         self._fill(_key(kind, spec), kind, spec, asyncio.get_running_loop().time())
 
     def _fill(self, key: Hashable, kind: SandboxKind, spec: SandboxSpec, requested_at: float) -> None:
