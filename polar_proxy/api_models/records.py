@@ -85,7 +85,7 @@ class StoryMessage(ApiResponseModel):
     reasoning: str | None = None
     """The reasoning of an answer."""
     tool: str | None = None
-    """Name of the tool whose result the message is."""
+    """Name of the tool, if the message is a tool result."""
     tool_calls: list[StoryToolCall] = Field([])
     """The tool calls of an answer."""
 

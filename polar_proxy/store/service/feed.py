@@ -49,8 +49,8 @@ class GroupLease:
     consumer: str
     expires_at: float
     staleness: int | None
-    """Number of policy versions between the group's oldest rollout and the trainer; None if a version is missing or not
-    a number."""
+    """The trainer's policy version minus `policy_version` of the group; None if a version is missing or not a
+    number."""
     policy_version: str | None = None
     """The lowest policy version at which a finished rollout of the group was claimed; None if a version is missing or
     not a number."""
