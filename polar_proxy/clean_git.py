@@ -89,8 +89,8 @@ def run_clean_git(
 
 @contextmanager
 def _ended_after(seconds: float, process: subprocess.Popen[bytes]) -> Iterator[threading.Event]:
-    """Kill the process after `seconds`, at the latest at the end of the block. Yield an event that is set if the time
-    ran out."""
+    """Kill the process at the end of the block, or after `seconds` if the block takes longer. Yield an event that is
+    set if the time ran out."""
     expired = threading.Event()
 
     def expire() -> None:

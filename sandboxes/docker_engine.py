@@ -75,8 +75,8 @@ async def docker_client() -> AsyncIterator[aiodocker.Docker]:
 
 
 async def inspect_image(engine: aiodocker.Docker, name: str) -> dict[str, Any] | None:
-    """Return the engine's description of an image, or None if it has no such image. Raise `SandboxError` if the engine
-    reports another error."""
+    """Return the engine's description of an image; None if the engine has no such image. Raise `SandboxError` for any
+    other error that the engine reports."""
     try:
         return await engine.images.inspect(name)
     except require_aiodocker().DockerError as error:
@@ -160,8 +160,8 @@ async def describe_engine(wanted: DockerRuntime = "auto") -> str:
 
 
 def ignored_limits(wanted: dict[str, Any], found: dict[str, Any]) -> tuple[str, ...]:
-    """Return the limits that the HostConfig `wanted` sets and the container's actual HostConfig `found` lacks, each
-    with the reason."""
+    """Return the limits that the engine ignored, each with the reason. `wanted`: the HostConfig that was sent to the
+    engine. `found`: the HostConfig that the container got."""
     names = {"Memory": ["memory_mb"], "NanoCpus": ["cpus"], "PidsLimit": ["pids"], "Ulimits": ["file_mb", "open_files"]}
     ignored = [limit for key, limits in names.items() if wanted.get(key) and not found.get(key) for limit in limits]
     reason = "the engine ignores it; rootless Podman enforces it from version 5.5 on and with control groups v2"
@@ -233,8 +233,8 @@ class CommandStream:
     async def follow(self, execution: Any) -> int:
         """Start the command, collect its output, and return its exit status.
 
-        The stream ends only when the last process that holds the output ends, which may be a background process. So the
-        engine is also asked, at growing intervals, whether the command itself has ended.
+        The stream ends only when no process holds the output any more. A background process may hold it for long. So
+        the engine is also asked, at growing intervals, whether the command itself has ended.
         """
         async with _stream_of(execution) as stream:
             reader = asyncio.ensure_future(self._read(stream))
@@ -340,10 +340,10 @@ async def changed_names(engine: aiodocker.Docker, name: str, folder: str) -> set
 
 
 async def fetch_tree(engine: aiodocker.Docker, name: str, folder: str, top_names: set[str] | None) -> SandboxTree:
-    """Read `folder` of a container; with `top_names`, read only these names directly below it. Raise `TreeTooLarge` if
-    the files exceed a limit.
+    """Read `folder` of a container, or only the entries `top_names` of `folder`. Raise `TreeTooLarge` if the files
+    exceed a limit.
 
-    The engine makes the archives that are read, so no program in the container takes part."""
+    The engine itself packs the files into archives. No program in the container takes part."""
     file = tempfile.TemporaryFile(prefix="polar-tree-")  # noqa: SIM115 - the tree closes the file
     try:
         starts: dict[int, bytes] = {}
@@ -379,7 +379,7 @@ async def _fetch_archive(engine: aiodocker.Docker, name: str, path: str, file: B
 
 
 async def remove_container(engine: aiodocker.Docker, name: str) -> bool:
-    """Kill and remove a container with its volumes. Return False if there is none."""
+    """Kill and remove a container with its volumes. Return False if the container does not exist."""
     library = require_aiodocker()
     container = engine.containers.container(name)
     try:

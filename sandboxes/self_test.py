@@ -85,7 +85,7 @@ def describe_leaks(kind: SandboxKind, opened: list[str]) -> str:
 async def find_leaks(
     kind: SandboxKind, image: str | None = None, runtime: DockerRuntime = "auto", state_dir: Path | None = None
 ) -> list[str] | None:
-    """Return the ways out of a new sandbox of this kind, or None if its image has no Python to try them with.
+    """Return the ways out of a new sandbox of this kind; None if they cannot be tried, because it has no Python.
 
     In docker the default image is used, if this machine has it, because the ways out do not depend on the image. Raise
     `SandboxError` if no such sandbox opens.
@@ -133,7 +133,7 @@ def _bait(gateway_port: int) -> Iterator[dict[str, Any]]:
 
 
 def _listen_besides(port: int) -> socket.socket:
-    """Return a socket that listens on the host's loopback interface, at any port but `port`, which is in use inside."""
+    """Return a socket that listens on the host's loopback interface, at a free port other than `port`."""
     first = socket.create_server(("127.0.0.1", 0))
     if first.getsockname()[1] != port:
         return first

@@ -85,7 +85,7 @@ class StoryMessage(ApiResponseModel):
     reasoning: str | None = None
     """The reasoning of an answer."""
     tool: str | None = None
-    """Name of the tool whose result the message is."""
+    """Name of the tool, if the message is a tool result."""
     tool_calls: list[StoryToolCall] = Field([])
     """The tool calls of an answer."""
 
@@ -133,7 +133,7 @@ class CallFields(ApiResponseModel):
     rule: str | None = None
     """Name of the rule that decided the edge."""
     reason: str | None = None
-    """Why the rule gives this edge, in words."""
+    """Why the rule decided for the relation `edge`, in words."""
     ambiguous: bool = False
     """True if another edge or parent was possible as well."""
     cached_tokens: int | None

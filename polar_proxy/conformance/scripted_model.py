@@ -114,7 +114,7 @@ class ScriptedModel:
     nonce: str = field(default_factory=lambda: secrets.token_hex(4))
     requests: list[ReceivedRequest] = field(default_factory=list)
     instructions: tuple[str, str] | None = None
-    """The user's texts of the two turns; None: the texts that `instruction` makes for the checks."""
+    """The user's texts for the two turns. If None, `instruction` makes the texts."""
     compacted: bool = False
     _fired: set[int] = field(default_factory=set)
     _cut: set[int] = field(default_factory=set)
@@ -258,8 +258,8 @@ def step_reply(
 
 
 def _terminus_reply(step: Step, tag: str) -> ScriptedReply:
-    """Return the answer for Terminus 2: a JSON object with keystrokes for the terminal and whether the task is
-    complete."""
+    """Return the answer for Terminus 2: a JSON object. It has the keystrokes for the terminal, and says whether the
+    task is complete."""
     commands = step if isinstance(step, tuple) else ()
     keys = [
         {"keystrokes": traced_command(tag, number, text) + "\n", "duration": 0.3}
@@ -281,8 +281,8 @@ def _aider_reply(step: Step, tag: str) -> ScriptedReply:
 def traced_command(tag: str, number: int, command: str) -> str:
     """Return a command line that prints `tag` and `ran-N`, where N is 42 + `number`, and then runs `command`.
 
-    The printed text proves that the line was run, because the line itself does not contain it: printf computes N. No
-    shell substitution is used, because some harnesses refuse to run one.
+    The printed text proves that the line was run, because the line itself does not contain it: printf computes N. The
+    line uses no shell substitution, because some harnesses refuse to run commands with substitutions.
     """
     return f"printf '%s ran-%d\\n' {tag} 0{0o52 + number:o}; {command}"
 

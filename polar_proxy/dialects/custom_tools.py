@@ -46,7 +46,7 @@ def custom_input(arguments: str) -> str | None:
 
 
 def begins_as_input(arguments: str) -> bool:
-    """Return whether a custom tool's arguments begin with `{"input": "`. If so, the text after it can be streamed."""
+    """Return whether a custom tool's arguments begin with `{"input": "`. If so, the tool's input can be streamed."""
     return _HEAD.match(arguments) is not None
 
 

@@ -1,4 +1,4 @@
-"""The dataset formats: each a pure function from one rollout's (or session's) calls and traces to rows.
+"""The dataset formats. Each is a pure function that turns the calls and traces of a rollout or session into rows.
 
 jsonl         one line for each rollout: its reward, and the request and answers of each call; no tokens
 chat-jsonl    one line for each trace, and one for each conversation with a hosted model: messages and tools in OpenAI
@@ -88,7 +88,7 @@ def chat_jsonl(session: SessionExport) -> Iterator[Json]:
 
 
 def _chat(reader: ConversationReader, call: CallRecord, answer: Choice) -> Json:
-    """Return the conversation of a call with one of its answers. The field `tools` is left out if there are none."""
+    """Return the conversation of a call and one of its answers. Without tools, the field `tools` is left out."""
     chat = reader.read(call)
     chat["messages"].append(answer.message.to_openai())
     if chat["tools"] is None:

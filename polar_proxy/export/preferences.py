@@ -1,4 +1,4 @@
-"""Preference data for DPO and reward models: pairs of conversations about one task, one with a higher reward.
+"""Preference data for DPO and reward models: pairs of conversations about one task with unequal rewards.
 
 A row has TRL's conversational form: `prompt` (the messages that both begin with), `chosen` and `rejected`. Each group
 gives one pair: the conversation with the highest reward and the one with the lowest. If a rollout has several

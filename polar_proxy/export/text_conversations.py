@@ -26,7 +26,7 @@ class TextConversation:
 
 
 def text_conversations(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[TextConversation]:
-    """Return the conversations that a session's calls without tokens form, ordered by start.
+    """Return the conversations that consist of a session's calls without tokens, ordered by the start of the last call.
 
     `excluded`: call id -> why it is in no trace.
     """

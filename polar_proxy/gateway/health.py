@@ -31,8 +31,8 @@ MAX_AGE_SECONDS = 1.0
 _ANSWER_SECONDS = 1.5
 """Time after which a check that has not ended counts as hanging."""
 _LOOP_SECONDS = 0.1
-"""A wait for a check is counted in steps of this length. A step that takes longer, because the event loop was busy,
-counts as one step, so a busy event loop does not make a check look as if it hung."""
+"""A wait for a check is counted in steps of this length. If the event loop is busy, a step takes longer, but still
+counts as one. So a check does not count as hanging only because the event loop is busy."""
 _SLOW_SECONDS = 4.0
 """Time after which an operation counts as slow: the store is then probed, and the operation is awaited further only if
 the store answers. (If the database server is away, a commit fails earlier, after `group_commit.PATIENCE_SECONDS`, and
@@ -126,7 +126,7 @@ class StoreMonitor:
         await self._check.close()
 
     async def check(self) -> str | None:
-        """Return within two seconds why the store cannot be written now, or None if it can."""
+        """Return the reason why the store cannot be written now; None if it can. Takes less than two seconds."""
         await self._learn(MAX_AGE_SECONDS)
         return self.problem
 

@@ -35,12 +35,12 @@ parsing, hashing and other work that grows with its size run in a thread, to kee
 _MANY_REFERENCES = 50
 """Number of recorded calls above which a request that refers to them is `large`."""
 _TAKES_TURNS = 1 << 16
-"""Size of a request in bytes. Before a larger request is parsed, other requests are served; the smaller requests of its
-session do not wait for it."""
+"""Size in bytes above which a body waits in its session's queue of large bodies (see `_turn`). Smaller bodies do not
+wait for large bodies."""
 _BYTES_OF_VALUE = 64
 """Memory in bytes of a parsed JSON value, besides its text."""
 _MESSAGE_LISTS = ("messages", "input", "contents", "prompt")
-"""The fields of the dialects that hold messages or prompts. A list of numbers is one prompt of token ids."""
+"""Fields of a request that hold messages or prompts, in any dialect. A list of numbers is one prompt of token ids."""
 _TOOL_LISTS = ("tools", "functions")
 
 
@@ -130,7 +130,7 @@ class RequestReader:
     async def read_count(
         self, dialect: Dialect, receive: asgi.Receive, session: SessionState, reservation: BodyReservation
     ) -> ReadCount:
-        """Read the body of a request for the number of tokens of a prompt, and parse it unless it is passed on."""
+        """Read the body of a token-count request. The body is parsed unless the engine passes it on to a provider."""
         parts = await asgi.read_body(receive, reservation.take)
         async with _turn(session, reservation):
             raw = await self._join(parts, reservation.size)

@@ -55,7 +55,7 @@ class HarborEvaluator(Evaluator):
     weight: float = 1.0
     env: Mapping[str, str] = field(default_factory=dict)
     reward_key: str = "reward"
-    """Name of the number in reward.json that is the reward, if there are several numbers. All of them are recorded."""
+    """If reward.json has several numbers, the name of the number to use as the reward. All numbers are recorded."""
 
     def check(self, task: EvaluatedTask) -> None:
         if not os.path.isdir(self.tests):
@@ -152,7 +152,7 @@ def _select_reward(rewards: Json, key: str) -> float:
 
 
 def folder_files(folder: Path) -> dict[str, tuple[bytes, bool]]:
-    """Return the content of every file below `folder`, and whether it is executable, by relative path.
+    """Return relative path -> (content, whether the file is executable) for every file below `folder`.
 
     Raises `BadTaskError` for links, which could lead to any file of this machine."""
     found: dict[str, tuple[bytes, bool]] = {}

@@ -4,9 +4,9 @@ Promises:
 
 * each sandbox is empty, is taken only once, and is checked to be alive when it is taken;
 * at most `size` sandboxes wait in the pool; those that are left at the end are closed;
-* `expect` fills the pool for one specification; with the option `refill`, `take` does so too. The pool then keeps as
-  many sandboxes of this specification (open or still opening) as are taken in the time in which one opens, but at least
-  one and at most `size`.
+* `expect` fills the pool for one specification; with the option `refill`, `take` does so too. The pool then holds
+  sandboxes of this specification, open or still opening. Their number is that of the sandboxes that are taken while a
+  sandbox opens, but at least one and at most `size`.
 
 After `kill -9` of the process, the waiting sandboxes are removed like all sandboxes of dead processes
 (`sandboxes.orphans.sweep`).
@@ -111,10 +111,10 @@ class SandboxPool:
         return sandbox
 
     def expect(self, kind: SandboxKind, spec: SandboxSpec) -> None:
-        """Fill the pool with sandboxes of this specification, because one will be taken soon.
+        """Open sandboxes of this specification in advance. Call it when a sandbox will be taken soon.
 
-        If the pool is full, the new sandboxes replace sandboxes of other specifications: the ones that have waited
-        longest."""
+        If the pool is full, the new sandboxes replace sandboxes of other specifications, longest-waiting first.
+        """
         self._fill(_key(kind, spec), kind, spec, asyncio.get_running_loop().time())
 
     def _fill(self, key: Hashable, kind: SandboxKind, spec: SandboxSpec, requested_at: float) -> None:
@@ -127,11 +127,11 @@ class SandboxPool:
             self._waiting.append((key, asyncio.create_task(self._open_timed(key, kind, spec))))
 
     def _target(self, key: Hashable, requested_at: float) -> int:
-        """Return how many sandboxes of this specification should wait: as many as are taken while one opens.
+        """Return how many sandboxes of this specification should wait: the number taken while a sandbox opens.
 
-        Source: Little's law. Let d be the time that the last sandbox took to open. Sandboxes that were taken after
-        `requested_at` - d count, where `requested_at` is the time of the current request. Counting from now - d would
-        miss the requests shortly before the current one, which may have waited for its sandbox."""
+        Source: Little's law. The number is that of the sandboxes taken since `requested_at` - d. `requested_at` is the
+        time of the current request, d the time that the last sandbox took to open. The current request may have waited
+        for its sandbox. Counting from now - d would then miss the requests shortly before it."""
         demand = self._demand(key)
         since = requested_at - demand.opening
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))

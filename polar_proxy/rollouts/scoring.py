@@ -29,7 +29,7 @@ _SETUP_SECONDS = 300.0
 async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
     """Return the score of the task's evaluators.
 
-    Raises InfrastructureError or EvaluatorError if they fail without the patch as well."""
+    Raises InfrastructureError or EvaluatorError if the evaluation fails both with and without the agent's patch."""
     try:
         score = await _evaluate(work, sandboxes)
     except (InfrastructureError, EvaluatorError) as error:
@@ -44,7 +44,7 @@ async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
 
 
 async def _score_again(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-    """Score the work a second time, because the machine's fault may have passed. The control had all verdicts."""
+    """Score the work again, because the machine's fault may have passed. Without the patch, no verdict was missing."""
     try:
         score = await _evaluate(work, sandboxes)
     except (InfrastructureError, EvaluatorError) as error:

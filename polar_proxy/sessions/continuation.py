@@ -102,7 +102,7 @@ class PromptPlan:
     prompt: ExactPrompt | None = None
     """The prompt that the engine samples from; None if the engine renders the request itself."""
     reason: PromptReason | None = None
-    """Why the prompt is not continued."""
+    """Why the prompt does not continue the tokens of an earlier call; None if it does."""
     past_reasoning: PastReasoning | None = None
     """The setting `past_reasoning` with which the prompt was made; None if the setting could have no effect."""
     config: PromptConfig | None = None

@@ -158,7 +158,7 @@ class GroupCommit:
             _resolve(future, record, rows.refused.get(position))
 
     def _write(self, connection: Connection, rows: RowBatch) -> RowBatch:
-        """Insert the rows, and return them to the caller of `write_in_thread`, which made them in the thread."""
+        """Insert the rows and return them. The caller needs them if `write_in_thread` made them in its thread."""
         for statement, values in (
             (self._insert_engines, [rows.engines[key] for key in sorted(rows.engines)]),
             (self._insert_settings, [rows.settings[key] for key in sorted(rows.settings)]),

@@ -52,11 +52,11 @@ def select_groups(
 ) -> GroupSelection:
     """Select for training the groups whose rewards differ; the others have advantage 0 and no signal.
 
-    A group with equal rewards below `best`, or with too few scored rollouts, is queued again until it has had
-    `max_attempts`. `attempts`: how many attempts each group has had, including this one; 1 by default. Groups that are
-    solved completely or have no attempts left are dropped. The caller starts other groups until its batch is full.
-    Source: dynamic sampling of DAPO, arXiv 2503.14476 (groups of 0 < number solved < G are kept); queueing again is
-    ours.
+    A group with equal rewards below `best`, or with fewer than two rewards, is queued again if it has had fewer than
+    `max_attempts` attempts. `attempts`: how many attempts each group has had, including this one; 1 by default. Groups
+    that are solved completely or have no attempts left are dropped. The caller starts other groups until its batch is
+    full. Source: dynamic sampling of DAPO, arXiv 2503.14476 (groups of 0 < number solved < G are kept). Queueing a
+    group again is our addition.
     """
     verdicts = {name: verdict(rewards, best=best, tolerance=tolerance) for name, rewards in groups.items()}
     had = attempts or {}
@@ -196,9 +196,9 @@ class ReplayCandidate:
 
     name: str
     version: int
-    """Policy version that sampled it."""
+    """Policy version that sampled the rollout."""
     uses: int = 1
-    """Number of times the policy was trained on it."""
+    """Number of times the policy was trained on the rollout."""
 
 
 def replay(
@@ -236,9 +236,9 @@ def truncated_weights(log_ratios: Sequence[float] | Floats, *, cap: float = 2.0)
 
 
 def effective_sample_size(weights: Sequence[float] | Floats) -> float:
-    """Return the equivalent number of equally weighted samples: (sum w)^2 / sum w^2, from 1 to n; 0 for none.
+    """Return the equivalent number of equally weighted samples: (sum w)^2 / sum w^2, from 1 to n.
 
-    Source: Kish, Survey Sampling, 1965.
+    Return 0 if all weights are 0. Source: Kish, Survey Sampling, 1965.
     """
     values = np.asarray(weights, dtype=np.float64)
     squares = float((values**2).sum())
@@ -250,9 +250,9 @@ def _all(a: float, b: float, n: int) -> float:
 
 
 def _t_quantile(probability: float, freedom: int) -> float:
-    """Return the t with P(T <= t) = `probability` (0.5 <= probability < 1) of Student's t, to about 1e-10.
+    """Return the quantile of Student's t: the t with P(T <= t) = `probability`, to about 1e-10.
 
-    Raises ValueError outside of that range, and for `freedom` < 1.
+    Raises ValueError unless 0.5 <= `probability` < 1 and `freedom` >= 1.
     """
     if freedom < 1 or not 0.5 <= probability < 1.0:
         raise ValueError(f"no quantile for probability {probability} and {freedom} degrees of freedom")

@@ -111,8 +111,8 @@ def _ratios(sequence: TokenSequence, present: Mapping[float, npt.NDArray[np.floa
 def least_entropy(top: Sequence[TopLogprob]) -> float:
     """Return a lower bound of a distribution's entropy in nats, from its likeliest tokens.
 
-    H = -sum p log p. No other token is likelier than the last of these, so the rest of the probability adds at least
-    -rest * log p_last.
+    H = -sum p log p. No other token is likelier than the least likely token in `top`, so the rest of the probability
+    adds at least -rest * log p_last.
     """
     known = sum(math.exp(one.logprob) for one in top)
     of_known = -sum(math.exp(one.logprob) * one.logprob for one in top)

@@ -63,7 +63,7 @@ class TokenSequence:
 
 @dataclass
 class TokenSources:
-    """Reads sequences and texts, and caches the last ones."""
+    """Reads token sequences and texts of tokens, and keeps the most recently used in memory."""
 
     _sequences: LRUCache[str, TokenSequence] = field(default_factory=lambda: LRUCache(_KEPT))
     _texts: LRUCache[tuple[str, int], str] = field(default_factory=lambda: LRUCache(_TEXTS_KEPT))
@@ -83,7 +83,7 @@ class TokenSources:
         return known
 
     def forget(self, record_id: str) -> None:
-        """Read this trace or call again at the next request."""
+        """Drop the kept tokens of this trace or call. The next request reads them from the store."""
         self._sequences.pop(record_id, None)
 
     async def chunk(self, context: ApiContext, sequence: TokenSequence, start: int) -> Json:

@@ -45,7 +45,8 @@ class BuildLimits:
 
 
 async def build_image(engine: aiodocker.Docker, context: bytes, tag: str, limits: BuildLimits) -> None:
-    """Build `context`, a tar archive with a Dockerfile. Raise `SandboxError` with the end of the log if it fails."""
+    """Build `context`, a tar archive with a Dockerfile. If the build fails, raise `SandboxError` with the end
+    of the log."""
     library = docker_engine.require_aiodocker()
     log = OutputTail(LOG_LIMIT)
     podman = docker_engine.is_podman(await docker_engine.engine_info(engine))

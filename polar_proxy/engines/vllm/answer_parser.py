@@ -9,9 +9,9 @@ engine looks for a parser that agrees with the server's own chat route on a set 
   route does.
 * `DerenderAnswerParser`: the server's own parser at `/v1/chat/completions/derender` (vLLM with `--enable-scale-out`). A
   whole answer is parsed in one request. For a stream, the server parses the answer from its beginning at each request,
-  so the requests are sent at growing intervals. In all, the server does the work of parsing the answer about eight
-  times, and at any moment at most the newest eighth of the answer is still held back. Some of vLLM's parsers lose a
-  call that arrives in one piece. If the server uses such a parser, a stream is parsed as a whole at its end.
+  so the requests are sent at growing intervals. In all, the server does the work of about eight parses of the whole
+  answer. At most the newest eighth of the answer is held back meanwhile. Some of vLLM's parsers lose a call
+  that arrives in one piece. If the server uses such a parser, a stream is parsed as a whole at its end.
 
 Invariant: a parser keeps the token ids, the log-probabilities and the order of the events. It changes only text,
 reasoning, tool calls and the finish reason.
@@ -74,7 +74,7 @@ class AnswerParser:
     """Parser of one answer (all choices of one call)."""
 
     constrained = False
-    """True if the answer is sampled under a grammar that belongs to the server's parser."""
+    """True if the answer is sampled under a grammar (structured output) that the server's parser asks for."""
 
     async def open(self, body: Json) -> Json:
         """Prepare to parse, and return the body of the completion request with the fields that this parser needs."""

@@ -1,8 +1,8 @@
 """NeMo-RL: one rollout as a `DatumSpec`. Its message log has token ids, as in NeMo-RL's own rollouts.
 
 NeMo-RL trains the messages of role `assistant` that carry `generation_logprobs`. The response is therefore cut where
-the mask changes, not where messages begin: each run of sampled tokens is an assistant message, and each run between two
-of them is an environment message. Records: NeMo-RL `data/interfaces.py` (`DatumSpec`), `data/llm_message_utils.py`,
+the mask changes, not where messages begin. Each run of sampled tokens is an assistant message, each run of other tokens
+an environment message. Records: NeMo-RL `data/interfaces.py` (`DatumSpec`), `data/llm_message_utils.py`,
 `algorithms/grpo.py`.
 """
 

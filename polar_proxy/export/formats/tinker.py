@@ -17,8 +17,8 @@ from polar_proxy.types import Json
 
 
 def datum(row: TrainingRow) -> Json:
-    """Return a datum as JSON: n tokens give n - 1 inputs and n - 1 targets. Raise RowError for a row that has no
-    advantage, or another temperature than 1."""
+    """Return a datum as JSON: n tokens give n - 1 inputs and n - 1 targets. Raise RowError if the row has no
+    advantage, or if its temperature is not 1."""
     require_temperature(row, 1.0)
     advantage, prompt, ids = require_advantage(row), len(row.prompt_ids), row.token_ids
     mask = [0] * prompt + list(row.loss_mask)

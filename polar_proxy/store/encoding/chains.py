@@ -143,7 +143,7 @@ class RequestChains:
     message_nodes: tuple[ChainNode, ...]
     end_of_turn: tuple[int, ...]
     prompt: TokenIds
-    """The prompt without its last segment, because a longer prompt would not be cut at this prompt's end."""
+    """The prompt without its last segment, which ends with the prompt. A longer prompt need not have a cut there."""
     prompt_node: ChainNode | None
     """The node at the end of `prompt`; None if `prompt` is empty."""
 

@@ -63,7 +63,7 @@ class NameRepository(Repository):
         )
 
     async def _begins(self, name: str) -> list[RecordName]:
-        """Return the records whose id or label begins with `name`: only the few newest of each kind."""
+        """Return the newest few records of each kind whose id or label begins with `name`."""
         if not name:
             return []
         found = await self._names(_newest(_by_label.where(_s.label.startswith(name, autoescape=True))))

@@ -89,7 +89,7 @@ class RolloutRow:
     prompt_tokens: int
     completion_tokens: int
     price_usd: float | None
-    """Sum of the known prices of its session's calls in US dollars; None if none is known."""
+    """Sum of the known prices in US dollars of the session's calls; None if no price is known."""
     traces: int
     trained_tokens: int
 
@@ -396,7 +396,7 @@ def _change_status(
 
 
 def _status_values(connection: Connection, rollout: Any, status: RolloutStatus, now: float) -> dict[str, Any]:
-    """Record the new status of a rollout as an event, and return the columns that it changes."""
+    """Record the new status of a rollout as an event. Return the new values of the rollout's columns."""
     insert_status_event(connection, rollout.rollout_id, now, rollout.status, status)
     values: dict[str, Any] = {"status": status}
     if status == "running" and rollout.started_at is None:

@@ -99,10 +99,10 @@ class TraceRepository(Repository):
     ) -> None:
         """Replace the traces and exclusions of this builder and session.
 
-        `excluded` maps the ids of calls that are in no trace to the reason; `certificates` are by trace id. The tokens
-        of a trace are not stored again, but read back from its calls. Raises StoreError, and changes nothing, if a
-        trace does not match its calls or branches from a trace that is not among `traces`. `validated`: a builder has
-        just compared the traces with their calls, so they are not compared again.
+        `excluded`: call id -> reason, for the calls that are in no trace. `certificates`: trace id -> certificate. The
+        tokens of a trace are not stored again, but read back from its calls. Raises StoreError, and changes nothing, if
+        a trace does not match its calls or the other arguments, or branches from a trace that is not among `traces`.
+        `validated`: a builder has just compared the traces with their calls, so they are not compared again.
         """
         ids = {trace.trace_id for trace in traces}
         for trace in traces:
@@ -203,7 +203,7 @@ class TraceRepository(Repository):
         """Store the result of an audit in the trace's certificate, and set the grade of the trace and the certificate
         to `grade`. Replaces an earlier audit.
 
-        Raises UsageError for an unknown trace (a later build may have replaced it) or one without a certificate.
+        Raises UsageError if the trace has no certificate or does not exist (a later build may have replaced it).
         """
         mine = _t.trace_id == trace_id
 

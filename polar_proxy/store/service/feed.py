@@ -5,7 +5,7 @@ Promises, for any number of consumers and processes on one database:
 * A group has at most one open lease; a unique index enforces it.
 * A lease that is neither acknowledged nor extended in time expires, and the group is offered again.
 * A group whose staleness exceeds the consumer's limit or the group's own limit is dropped, never delivered.
-* An unfinished group that is already too stale is dropped before any more rollouts are claimed (`drop_stale`).
+* An unfinished group that already exceeds its own limit is dropped (`drop_stale`), and starts no more rollouts.
 
 The staleness of a group is the trainer's policy version minus the lowest policy version at which one of its rollouts
 was claimed. Rollouts that failed or were cancelled do not count.
@@ -49,11 +49,11 @@ class GroupLease:
     consumer: str
     expires_at: float
     staleness: int | None
-    """Number of policy versions between the group's oldest rollout and the trainer; None if a version is missing or not
-    a number."""
-    policy_version: str | None = None
-    """The policy version at which the group's oldest rollout was claimed; None if a version is missing or not a
+    """The trainer's policy version minus `policy_version` of the group; None if a version is missing or not a
     number."""
+    policy_version: str | None = None
+    """The lowest policy version at which a finished rollout of the group was claimed; None if a version is missing or
+    not a number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class Microbatch:
     tree: PrefixTree
     targets: Targets
     sampled: Tensor
-    """bool [m]: whether the target was sampled; the others are observations."""
+    """bool [m]: True for a sampled target, False for an observation."""
     observations: int
     """Number of observations in the whole update."""
     old_logprobs: Tensor
