@@ -390,8 +390,8 @@ def vary(bodies: list[list[int]], random: Random) -> list[int]:
 def same_calls(parsed: list[list[str]], wanted: list[list[Any]]) -> bool:
     """Return whether two lists of [name, arguments] are equal.
 
-    The parsed arguments are text. If the wanted arguments are a JSON value instead of text, the parsed text is decoded
-    for the comparison; ValueError is raised if that text is not JSON.
+    Parsed arguments are text. Wanted arguments are text or a JSON value. For a comparison with a JSON value the parsed
+    text is decoded. Raises ValueError if the parsed text is then not JSON.
     """
     return len(parsed) == len(wanted) and all(
         name == wanted_name and (arguments if isinstance(given, str) else json.loads(arguments)) == given

@@ -1,4 +1,4 @@
-"""Routes that are built once and then served by applications."""
+"""Adding routes that are already built to an application."""
 
 from __future__ import annotations
 
