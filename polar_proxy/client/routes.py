@@ -176,7 +176,7 @@ class ApiMethods:
         all_grades: bool = False,
         advantage: str = "grpo",
     ) -> ApiStream[bytes | m.ExportSummary]:
-        """Stream the rows that `polar export --format FORM` writes, each as a line, and at the end the counts."""
+        """Stream an export: the lines that `polar export --format FORM` writes, and an `ExportSummary` at the end."""
         params: QueryParams = {
             "format": form,
             "where": where,

@@ -252,10 +252,10 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
     grammar that allows one text only, and looks at the most likely tokens where that text begins. If the text is not
     sampled, the request is sent again without tools. Returns True in three cases:
 
-    * With tools, the text is sampled, but a second token was allowed where it begins.
+    * With tools, the text is sampled, but another first token was also allowed.
     * With tools, the text is not sampled, but without tools it is.
-    * The text is sampled neither with tools nor without, and tokens are forbidden only with tools. (gpt-oss reasons
-      before the text, under a grammar of vLLM's that does not depend on tools.)
+    * The text is never sampled, and only with tools some first tokens are forbidden. (gpt-oss reasons before the text,
+      under a grammar of vLLM's that does not depend on tools.)
 
     Returns False in all other cases, also if the server refuses the requests. `renders`: whether the client can render
     conversations.

@@ -53,7 +53,7 @@ class PatchWatcher:
         raise NotImplementedError
 
     def signs(self, manager: Any) -> list[str]:
-        """Return the signs of forged results, at the end of the tests."""
+        """Return the signs that results were forged. Call this at the end of the tests."""
         # Packages outside of the workspace may declare a plugin in it: the project is installed from its sources.
         declared = [plugin for plugin, package in manager.list_plugin_distinfo() if not _in_workspace(package)]
         foreign = any(all(plugin is not one for one in declared) for plugin in self._plugins)

@@ -22,7 +22,7 @@ from .verdicts import TextFinder, VerdictRecorder
 def run_tests_by_value(job: dict[str, Any], link: Link) -> dict[str, Any]:
     """Run the hidden tests in this process, the judge.
 
-    A module that this Python cannot find is imported by the worker, and a call of its functions runs there.
+    If this Python cannot find a module, the worker imports the module and runs the calls of its functions.
     """
     sys.meta_path.insert(0, TextFinder(job["hidden_files"]))
     sys.meta_path.append(RemoteFinder(link))

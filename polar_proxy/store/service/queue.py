@@ -44,7 +44,7 @@ _final = schema.rollout_is_final
 not_ending = or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED)
 """SQL condition: the rollout's worker has not been asked to end it."""
 unowned = _r.owner_pid.is_(None)
-"""SQL condition: no process runs the rollout for itself (`polar run`), so the workers of all servers may claim it."""
+"""SQL condition: the rollout does not belong to a `polar run` process, so the workers of all servers may claim it."""
 
 
 class QueueRepository(Repository):
