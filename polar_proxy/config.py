@@ -149,7 +149,7 @@ class GatewaySettings(_Section):
     not offered to any model; a server with `passthrough`, which changes no request, does not start with this value."""
     hooks: str | None = None
     """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Tasks and
-    requests cannot name one."""
+    requests cannot set a hook."""
     hook_seconds: float = Field(10.0, gt=0)
     """How long a hook may take. A call whose hook takes longer fails."""
     normalisers_off: frozenset[str] = frozenset()

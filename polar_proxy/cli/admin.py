@@ -265,7 +265,7 @@ def prune(
     older_than: Annotated[
         str,
         typer.Option(
-            metavar="AGE", help="Minimum time since the end, such as 30d, 12h or 2w. 0s: everything that has ended."
+            metavar="AGE", help="Minimum time since the work ended, such as 30d, 12h or 2w. 0s: remove all ended work."
         ),
     ],
     where: options.Where = None,

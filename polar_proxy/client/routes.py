@@ -143,7 +143,7 @@ class ApiMethods:
 
     @api_method
     def remark(self, request: m.RemarkRequest) -> ApiCall[m.Remark]:
-        """Give a label, a note or a rating. Its author is the client's key."""
+        """Give a label, a note or a rating to a rollout or a session. The client's key is recorded as the author."""
         return _post("/remarks", m.Remark, request)
 
     @api_method
@@ -214,7 +214,7 @@ class ApiMethods:
 
     @api_method
     def acknowledge(self, lease_id: str) -> ApiCall[m.LeaseEndResponse]:
-        """Report that the group was trained on. Raises LeaseLostError if the lease expired."""
+        """Report that the leased group was trained on. Raises LeaseLostError if the lease expired."""
         return _post(f"/feed/leases/{quote_segment(lease_id)}/ack", m.LeaseEndResponse, idempotent=True)
 
     @api_method

@@ -188,7 +188,7 @@ _select_fleet = select(_f.paused_at, _f.paused_until).where(_this_fleet)
 
 
 class FleetRepository(Repository):
-    """The pause of all servers' rollout services."""
+    """The pause that stops the rollout services of all servers from starting rollouts."""
 
     async def get(self) -> FleetRow:
         (row,) = await self._rows(FleetRow, _select_fleet)
