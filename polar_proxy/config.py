@@ -290,7 +290,7 @@ class ApiSettings(_Section):
     """Secret that signs callbacks: `whsec_` and base64. By default it is created in the file callback-secret in the
     home. It is never written to the database."""
     callback_attempts: int = Field(8, ge=1)
-    """Give up a callback after this many attempts."""
+    """Give up on a callback after this many attempts."""
     callback_pause_seconds: float = Field(5.0, gt=0)
     """Pause before the second attempt; each further pause is four times as long."""
     callback_timeout_seconds: float = Field(15.0, gt=0)
@@ -429,7 +429,7 @@ _PROVIDER_KEYS = {
 
 
 def provider_key(engine: EngineSettings) -> str | None:
-    """Return the key for an engine: the value of the setting or, without one, of the environment variable that the
+    """Return the key for an engine: the setting `api_key`. If it is not set, return the environment variable that the
     provider's SDK reads."""
     if engine.api_key is not None:
         return engine.api_key

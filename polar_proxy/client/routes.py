@@ -263,7 +263,7 @@ class ApiMethods:
 
     @api_method
     def activity(self) -> ApiCall[m.Activity]:
-        """Return the rates of the last minute, active sessions and the newest failures, of all servers."""
+        """Return the activity of all servers: rates of the last minute, active sessions and the newest failures."""
         return _get("/activity", m.Activity)
 
     @api_method

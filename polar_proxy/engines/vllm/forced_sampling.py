@@ -181,8 +181,8 @@ class ForcedSampling:
     async def open_reasoning(self, conversation: Conversation) -> ForcedAnswer | None:
         """Make the server begin an answer with reasoning in the template's format, and cut it after a few letters.
 
-        Returns None if the server did not do this. Used for servers whose grammar applies from the first
-        token, not only from the answer's text, and allows reasoning before the text (gpt-oss).
+        Returns None if the server did not do this. Used for servers whose grammar covers the whole answer and allows
+        reasoning before the text (gpt-oss). Other grammars begin only where the text begins.
         """
         turn = call_turn(ARGUMENTS[:1]) | {"reasoning": REASONING, "reasoning_content": REASONING}
         whole = await unless_refused(self.render([*conversation.messages, turn], False)) or []
