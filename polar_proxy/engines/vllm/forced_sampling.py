@@ -1,10 +1,10 @@
-"""Make a server sample given answers by its chat route. Different texts are forced in different ways:
+"""Make a server's chat route sample answers that Polar chose. Different texts are forced in different ways:
 
 * An answer as the template writes it is forced by a grammar of its token ids (`target_answers.forcing_fields`).
 * Text and Hermes tool calls are forced by `structured_outputs: {"choice": [text]}`. With a reasoning parser, vLLM
   applies this grammar only after the reasoning; a bias for the `</think>` token ends the reasoning at once.
 * Reasoning is forced by descending biases for `<think>`, a letter and `</think>`. A repetition penalty excludes each
-  token once it was sampled, so that each comes once and in this order.
+  token after its first use, so that each comes once and in this order.
 
 The ids show whether a text was really sampled.
 """

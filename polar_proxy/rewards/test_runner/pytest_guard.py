@@ -26,7 +26,7 @@ from .integrity import Integrity
 
 
 class PatchWatcher:
-    """The part of both plugins that watches what code of the patch does in pytest."""
+    """Base class of both plugins. It watches for code of the patch that changes the results of pytest."""
 
     def __init__(self, integrity: Integrity) -> None:
         self._integrity = integrity
