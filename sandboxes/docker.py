@@ -340,8 +340,8 @@ class DockerSandbox(Sandbox):
     async def _script(self, script: str, *args: str, stdin: bytes = b"", limit: int = OUTPUT_LIMIT) -> ExecResult:
         """Run one of the scripts below as the sandbox's user.
 
-        Raise OSError if the script does not end. A program inside can cause this by replacing a file by a pipe at the
-        right moment.
+        Raise OSError if the script does not end. A program in the sandbox can make a script hang: it replaces a file by
+        a pipe at the right moment.
         """
         argv = ["sh", "-c", script, "sh", *args]
         done = await self.exec(argv, cwd="/", stdin=stdin, output_limit=limit, timeout=SCRIPT_SECONDS)

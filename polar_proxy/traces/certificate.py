@@ -283,9 +283,9 @@ def _engine(call: CallRecord) -> Json:
 
 
 def _events_in(trace: Trace, calls: Mapping[str, CallRecord], events: Sequence[DriftEvent]) -> list[DriftEvent]:
-    """Return the drift events of calls whose first answer is in the trace.
+    """Return the drift events of the calls whose first answer is in the trace.
 
-    The other answers of a call are in separate traces, where nothing but the prompt comes before them.
+    A call's other answers have traces of their own. These begin with the call's own prompt, so no drift shows in them.
     """
     if not events:
         return []

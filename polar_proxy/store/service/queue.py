@@ -173,8 +173,8 @@ class FleetRow:
     """The pause state of the fleet (all servers). Times in seconds since the epoch."""
 
     paused_at: float | None
-    """When the last pause began, even if it has ended by itself since. None if there was no pause, or if a resume ended
-    it."""
+    """When the last pause began. None if there was no pause, or if a resume ended it. A pause that ended by itself
+    keeps this time."""
     paused_until: float | None
     """When the pause ends by itself; None if only a resume ends it."""
 
