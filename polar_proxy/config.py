@@ -305,7 +305,8 @@ class AdmissionSettings(_Section):
     agents that wait for a tool do not count as used. They should stay cached, so leave room for them. 1 disables the
     check."""
     engine_queue: int = Field(16, ge=0)
-    """Number of queued requests per engine replica above which no new agent starts (vLLM reports them)."""
+    """Start no new agent while more than this number of requests per engine replica wait in the engine's queue (vLLM
+    reports them)."""
     memory_mb: int = Field(768, ge=0)
     """MiB of memory to reserve for a rollout whose task does not say how much it needs. 0: start rollouts without
     checking how much memory is free, whatever their tasks say."""

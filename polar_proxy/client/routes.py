@@ -137,7 +137,7 @@ class ApiMethods:
         """Add a reward. Earlier rewards are kept; the rollout's reward is the newest one given to the rollout as a
         whole.
 
-        Not retried if the response is lost: call `rollout` to see whether the reward was stored.
+        If the response is lost, the client does not retry: call `rollout` to see whether the reward was stored.
         """
         return _post("/rewards", m.Reward, request)
 

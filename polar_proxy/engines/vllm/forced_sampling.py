@@ -61,7 +61,7 @@ async def encode_tags(client: VllmClient) -> dict[str, tuple[int, ...]]:
 
 
 class ForcedSampling:
-    """Requests to one server that make it sample given answers, all with the same tools and template options."""
+    """Requests that make one server sample chosen answers. All have the same tools and template options."""
 
     def __init__(
         self, client: VllmClient, request: ChatRequest, tags: Mapping[str, tuple[int, ...]], *, end_of_turn: int
@@ -120,7 +120,7 @@ class ForcedSampling:
     async def special_answer(self, conversation: Conversation) -> ForcedAnswer:
         """Make the server answer with special tokens only.
 
-        If such chats show special tokens, the answer has text. Otherwise its text is empty.
+        If the server shows special tokens in its answers, the answer has text. Otherwise its text is empty.
         """
         fields = {"logit_bias": {str(self._end_of_turn): 100}, "max_tokens": 2, "ignore_eos": True}
         return replace(await self._chat("special tokens", conversation, fields), cut=True)

@@ -42,7 +42,7 @@ from typing import Any
 Json = dict[str, Any]
 del sys.path[0]  # this folder, whose modules are not vLLM's
 _TEXT_TAIL = 64
-"""Number of tokens at the end of a prompt on which the text of an answer's first token may depend."""
+"""Number of last prompt tokens given to the detokenizer. The text of an answer's first tokens may depend on them."""
 
 HARMONY_OPENING = "<|start|>assistant"
 """Text that vLLM writes at the end of every conversation with gpt-oss, even if no answer is requested."""
@@ -155,7 +155,7 @@ class ParsedChoice:
         self._calls_tools = False
 
     def feed(self, token_ids: list[int], finish: str | None, chunks: Sequence[int] | None = None) -> Json:
-        """Parse these tokens one by one. `chunks`: parse them in chunks instead, with these numbers of tokens."""
+        """Parse these tokens one by one; with `chunks`, chunk by chunk. `chunks`: number of tokens of each chunk."""
         out: Json = {"text": "", "reasoning": "", "calls": [], "finish": finish}
         sizes = [size for size in chunks or () if size] or [1] * max(1, len(token_ids))
         for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
