@@ -33,7 +33,7 @@ class _Section(DocumentedModel):
 
 
 class GatewayLimits(_Section):
-    """Limits of the gateway's server that keep one client from stopping it for all others."""
+    """Limits that keep one client from stopping the gateway for all others."""
 
     connections: int = Field(4096, ge=1)
     """Maximum number of open connections, but at most half of the file descriptors that the system allows this
@@ -301,9 +301,9 @@ class AdmissionSettings(_Section):
     """Conditions under which a server starts no further agent. If no agent runs, one is always started."""
 
     engine_kv: float = Field(0.5, gt=0, le=1)
-    """Used share of the KV cache, from 0 to 1, above which no new agent starts (vLLM reports it). The conversations of
-    agents that wait for a tool do not count as used. They should stay cached, so leave room for them. 1 disables the
-    check."""
+    """Start no new agent while more than this share of the KV cache, from 0 to 1, is in use (vLLM reports the share).
+    The conversations of agents that wait for a tool do not count as used. They should stay cached, so leave room for
+    them. 1 disables the check."""
     engine_queue: int = Field(16, ge=0)
     """Start no new agent while more than this number of requests per engine replica wait in the engine's queue (vLLM
     reports them)."""

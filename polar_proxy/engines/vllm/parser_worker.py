@@ -50,7 +50,7 @@ HARMONY_OPENING = "<|start|>assistant"
 _COMPARISONS = 600
 """Maximum number of parses in one search for answers on which pairs of parsers differ. Each pair parses each answer."""
 _FEWEST = 20
-"""Minimum number of answers in one search, even if `_COMPARISONS` is exceeded because there are many pairs."""
+"""A search may always try this many answers, even if many pairs then need more than `_COMPARISONS` parses."""
 _DIFFERENCES = 6
 """A search ends after it found this many answers on which the pairs differ."""
 

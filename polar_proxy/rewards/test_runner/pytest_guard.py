@@ -117,7 +117,7 @@ class PytestRecorder(PatchWatcher):
     ) -> None:
         super().__init__(integrity)
         self.found: list[str] = []
-        """Signs of forged results, once pytest has ended."""
+        """The signs that results were forged. Empty until pytest has ended."""
         self._report = report
         self._canaries = list(enumerate(canaries))
         self._first = len(canaries) // 2
