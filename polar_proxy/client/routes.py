@@ -219,7 +219,7 @@ class ApiMethods:
 
     @api_method
     def give_back(self, lease_id: str) -> ApiCall[m.LeaseEndResponse]:
-        """Return a group unused, so that it can be leased again. Raises LeaseLostError if the lease expired."""
+        """Give back a leased group unused, so that others can lease it. Raises LeaseLostError if the lease expired."""
         return _post(f"/feed/leases/{quote_segment(lease_id)}/return", m.LeaseEndResponse, idempotent=True)
 
     @api_method

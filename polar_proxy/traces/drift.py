@@ -34,7 +34,7 @@ INTENTIONAL_REASONS = frozenset(
         *("constrained", "reasoning_by_template", "context_full"),
     }
 )
-"""Values of `prompt_reason` with which the prompt differs on purpose."""
+"""Values of `prompt_reason` for which a prompt is meant to differ from the base's tokens."""
 
 _Position = Annotated[int, Field(strict=True, ge=0)]
 _TokenId = Annotated[int, Field(strict=True)]

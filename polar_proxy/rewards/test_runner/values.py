@@ -137,7 +137,7 @@ def encode(value: Any) -> Any:
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if kind in (bytes, bytearray):
         return {kind.__name__: value.hex()}
-    raise TypeError(f"these tests compare plain values, and a {kind.__name__} is not one")
+    raise TypeError(f"these tests can only compare plain values, not objects of the type {kind.__name__}")
 
 
 def decode(value: Any) -> Any:
