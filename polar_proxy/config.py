@@ -194,7 +194,7 @@ class RouteSettings(_Section):
     engine: str
     """Name of the engine in [engines]."""
     models: tuple[str, ...] = ()
-    """Only calls whose request names one of these models, such as a sub-agent's. `*` matches any text."""
+    """Only calls whose request names one of these models, such as the model of a sub-agent. `*` matches any text."""
     labels: tuple[str, ...] = ()
     """Only sessions with one of these labels. `*` matches any text."""
     share: float = Field(1.0, gt=0, le=1)

@@ -128,9 +128,9 @@ class ServedModel:
         return self._classes[key]
 
     def reasoning_tags(self) -> list[tuple[str, str]]:
-        """Return the texts before and after reasoning, such as `<think>` and `</think>`, that vLLM's parsers expect.
+        """Return the pairs of tags that vLLM's reasoning parsers expect, such as (`<think>`, `</think>`).
 
-        Reasoning parsers that cannot be used with this model are left out.
+        Parsers that cannot be used with this model are left out.
         """
         found: dict[tuple[str, str], None] = {}
         for name in sorted(set(ReasoningParserManager.list_registered())):
