@@ -33,7 +33,7 @@ class _Section(DocumentedModel):
 
 
 class GatewayLimits(_Section):
-    """Limits of the gateway's server that keep one client from stopping it for all others."""
+    """Limits that keep one client from stopping the gateway for all others."""
 
     connections: int = Field(4096, ge=1)
     """Maximum number of open connections, but at most half of the file descriptors that the system allows this
@@ -149,7 +149,7 @@ class GatewaySettings(_Section):
     not offered to any model; a server with `passthrough`, which changes no request, does not start with this value."""
     hooks: str | None = None
     """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Tasks and
-    requests cannot name one."""
+    requests cannot set a hook."""
     hook_seconds: float = Field(10.0, gt=0)
     """How long a hook may take. A call whose hook takes longer fails."""
     normalisers_off: frozenset[str] = frozenset()
@@ -194,7 +194,7 @@ class RouteSettings(_Section):
     engine: str
     """Name of the engine in [engines]."""
     models: tuple[str, ...] = ()
-    """Only calls whose request names one of these models, such as a sub-agent's. `*` matches any text."""
+    """Only calls whose request names one of these models, such as the model of a sub-agent. `*` matches any text."""
     labels: tuple[str, ...] = ()
     """Only sessions with one of these labels. `*` matches any text."""
     share: float = Field(1.0, gt=0, le=1)
@@ -290,7 +290,7 @@ class ApiSettings(_Section):
     """Secret that signs callbacks: `whsec_` and base64. By default it is created in the file callback-secret in the
     home. It is never written to the database."""
     callback_attempts: int = Field(8, ge=1)
-    """Give up a callback after this many attempts."""
+    """Give up on a callback after this many attempts."""
     callback_pause_seconds: float = Field(5.0, gt=0)
     """Pause before the second attempt; each further pause is four times as long."""
     callback_timeout_seconds: float = Field(15.0, gt=0)
@@ -301,11 +301,12 @@ class AdmissionSettings(_Section):
     """Conditions under which a server starts no further agent. If no agent runs, one is always started."""
 
     engine_kv: float = Field(0.5, gt=0, le=1)
-    """Used share of the KV cache, from 0 to 1, above which no new agent starts (vLLM reports it). The conversations of
-    agents that wait for a tool do not count as used. They should stay cached, so leave room for them. 1 disables the
-    check."""
+    """Start no new agent while more than this share of the KV cache, from 0 to 1, is in use (vLLM reports the share).
+    The conversations of agents that wait for a tool do not count as used. They should stay cached, so leave room for
+    them. 1 disables the check."""
     engine_queue: int = Field(16, ge=0)
-    """Number of queued requests per engine replica above which no new agent starts (vLLM reports them)."""
+    """Start no new agent while more than this number of requests per engine replica wait in the engine's queue (vLLM
+    reports them)."""
     memory_mb: int = Field(768, ge=0)
     """MiB of memory to reserve for a rollout whose task does not say how much it needs. 0: start rollouts without
     checking how much memory is free, whatever their tasks say."""
@@ -429,7 +430,7 @@ _PROVIDER_KEYS = {
 
 
 def provider_key(engine: EngineSettings) -> str | None:
-    """Return the key for an engine: the value of the setting or, without one, of the environment variable that the
+    """Return the key for an engine: the setting `api_key`. If it is not set, return the environment variable that the
     provider's SDK reads."""
     if engine.api_key is not None:
         return engine.api_key

@@ -170,7 +170,8 @@ def bwrap_command(memory_mb: int | None = None) -> list[str]:
 
 
 def _parents(targets: Sequence[str]) -> list[str]:
-    """Return the options that make the folders above these mounts. If bwrap made them, only root could read them."""
+    """Return `--dir` options for the folders above these mounts. Without the options, bwrap would make these folders
+    itself, and only root could read them."""
     parents = {str(parent) for target in targets for parent in Path(target).parents} - {"/"}
     return [option for parent in sorted(parents) for option in ("--dir", parent)]
 

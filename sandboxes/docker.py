@@ -322,8 +322,8 @@ class DockerSandbox(Sandbox):
         """Return whether the container was ended from outside. Return False if only the command ended, or if the kernel
         ended the container because programs inside filled its memory.
 
-        For a moment the engine reports a killed container as running, so a new command is tried: if it succeeds, the
-        container runs. If it fails, which a process limit can cause too, the engine's report decides.
+        For a moment the engine reports a killed container as running, so a new command is tried. If the command
+        succeeds, the container runs. If it fails, the engine's report decides: the limit of processes may be the cause.
         """
         with contextlib.suppress(SandboxError):
             if (await self.exec(PROBE, cwd="/")).exit_code == 0:
@@ -340,8 +340,8 @@ class DockerSandbox(Sandbox):
     async def _script(self, script: str, *args: str, stdin: bytes = b"", limit: int = OUTPUT_LIMIT) -> ExecResult:
         """Run one of the scripts below as the sandbox's user.
 
-        Raise OSError if the script does not end. A program inside can cause this by replacing a file by a pipe at the
-        right moment.
+        Raise OSError if the script does not end. A program in the sandbox can make a script hang: it replaces a file by
+        a pipe at the right moment.
         """
         argv = ["sh", "-c", script, "sh", *args]
         done = await self.exec(argv, cwd="/", stdin=stdin, output_limit=limit, timeout=SCRIPT_SECONDS)

@@ -40,7 +40,7 @@ service_app = typer.Typer(help="Pause, resume and drain servers.", no_args_is_he
 db_app = typer.Typer(help="Inspect, check, prune and archive the database.", no_args_is_help=True)
 
 AllServers = Annotated[
-    bool, typer.Option("--all", help="Apply to all servers of the database. Required without --url.")
+    bool, typer.Option("--all", help="Address all servers that use the database. Without --url, --all is required.")
 ]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
@@ -265,7 +265,7 @@ def prune(
     older_than: Annotated[
         str,
         typer.Option(
-            metavar="AGE", help="Minimum time since the end, such as 30d, 12h or 2w. 0s: everything that has ended."
+            metavar="AGE", help="Minimum time since the work ended, such as 30d, 12h or 2w. 0s: remove all ended work."
         ),
     ],
     where: options.Where = None,

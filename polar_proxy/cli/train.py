@@ -177,7 +177,7 @@ def list_runs(url: options.Url = None, db: options.Db = None, as_json: options.A
 def write_adapter(
     folder: Annotated[Path, typer.Argument(help="Folder to write.")],
     model: Annotated[str | None, typer.Option(help="Folder of the base model. Default: the bundled policy.")] = None,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter, as in `lora = {rank = ...}`.")] = 16,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter: `lora.rank` of the training run.")] = 16,
 ) -> None:
     """Write a LoRA adapter that does not change the model.
 

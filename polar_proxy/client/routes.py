@@ -137,13 +137,13 @@ class ApiMethods:
         """Add a reward. Earlier rewards are kept; the rollout's reward is the newest one given to the rollout as a
         whole.
 
-        Not retried if the response is lost: call `rollout` to see whether the reward was stored.
+        If the response is lost, the client does not retry: call `rollout` to see whether the reward was stored.
         """
         return _post("/rewards", m.Reward, request)
 
     @api_method
     def remark(self, request: m.RemarkRequest) -> ApiCall[m.Remark]:
-        """Give a label, a note or a rating. Its author is the client's key."""
+        """Give a label, a note or a rating to a rollout or a session. The client's key is recorded as the author."""
         return _post("/remarks", m.Remark, request)
 
     @api_method
@@ -176,7 +176,7 @@ class ApiMethods:
         all_grades: bool = False,
         advantage: str = "grpo",
     ) -> ApiStream[bytes | m.ExportSummary]:
-        """Stream the rows that `polar export --format FORM` writes, each as a line, and at the end the counts."""
+        """Stream an export: the lines that `polar export --format FORM` writes, and an `ExportSummary` at the end."""
         params: QueryParams = {
             "format": form,
             "where": where,
@@ -214,12 +214,12 @@ class ApiMethods:
 
     @api_method
     def acknowledge(self, lease_id: str) -> ApiCall[m.LeaseEndResponse]:
-        """Report that the group was trained on. Raises LeaseLostError if the lease expired."""
+        """Report that the leased group was trained on. Raises LeaseLostError if the lease expired."""
         return _post(f"/feed/leases/{quote_segment(lease_id)}/ack", m.LeaseEndResponse, idempotent=True)
 
     @api_method
     def give_back(self, lease_id: str) -> ApiCall[m.LeaseEndResponse]:
-        """Return a group unused, so that it can be leased again. Raises LeaseLostError if the lease expired."""
+        """Give back a leased group unused, so that others can lease it. Raises LeaseLostError if the lease expired."""
         return _post(f"/feed/leases/{quote_segment(lease_id)}/return", m.LeaseEndResponse, idempotent=True)
 
     @api_method
@@ -263,7 +263,7 @@ class ApiMethods:
 
     @api_method
     def activity(self) -> ApiCall[m.Activity]:
-        """Return the rates of the last minute, active sessions and the newest failures, of all servers."""
+        """Return the activity of all servers: rates of the last minute, active sessions and the newest failures."""
         return _get("/activity", m.Activity)
 
     @api_method

@@ -64,7 +64,7 @@ async def _export(store: Store, options: Json) -> None:
 
 
 class _SessionLock:
-    """The server's lock for the export that has a session in memory."""
+    """Context manager that holds the server's session lock. Only the holder may have a session in memory."""
 
     async def __aenter__(self) -> None:
         _send({"turn": "wanted"})

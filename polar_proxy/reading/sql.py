@@ -140,7 +140,7 @@ class _CallReader:
         self._readers: LRUCache[str, ConversationReader] = LRUCache(4)
         self._counts: LRUCache[str, int] = LRUCache(100_000)
         self.problem: str | None = None
-        """Why a function failed; SQLite does not pass its error on."""
+        """Why a function failed. SQLite reports that a function failed, but not its error."""
 
     def functions(self) -> list[tuple[str, int, Callable[..., Any]]]:
         """Return (name, number of arguments, function) of each function."""

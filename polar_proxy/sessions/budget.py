@@ -80,8 +80,8 @@ class BudgetUsage:
         return self._over_budget()
 
     def reached_elsewhere(self) -> Reservation:
-        """Mark `max_calls` as reached, because of calls of other gateways. Return a reservation with a refusal or a
-        final answer."""
+        """Mark `max_calls` as reached, because other gateways took the last calls. Return a reservation that refuses
+        the calls or gives them a final answer."""
         self.spent = self.spent or "max_calls"
         return self._over_budget()
 

@@ -188,7 +188,7 @@ class Store:
                 await self.sessions.mark_unrecorded(mark)
 
     async def flush(self) -> None:
-        """Write the calls, announcements and sessions that wait for their transaction, and refuse further calls."""
+        """Write all calls, announcements and sessions that still wait in memory. Later calls are not recorded."""
         await self._flushing.aclose()
 
 

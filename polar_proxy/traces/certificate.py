@@ -112,7 +112,7 @@ class SampledSpan(CallSpan):
     versions: Annotated[list[tuple[Count, str | None]], Field(min_length=1)]
     """The runs of tokens with one policy version, each as (first position within the answer, policy version)."""
     past_reasoning: Literal["keep", "strip"] | None
-    """The setting `past_reasoning` under which the prompt was continued; None if it had no effect."""
+    """The setting `past_reasoning` if the prompt was continued, or if `strip` prevented that; None in other cases."""
     temperature: float | None
     changes: Json
     """Settings besides the temperature that changed the distribution, such as top_p or a penalty."""
@@ -283,9 +283,9 @@ def _engine(call: CallRecord) -> Json:
 
 
 def _events_in(trace: Trace, calls: Mapping[str, CallRecord], events: Sequence[DriftEvent]) -> list[DriftEvent]:
-    """Return the drift events of calls whose first answer is in the trace.
+    """Return the drift events of the calls whose first answer is in the trace.
 
-    The other answers of a call are in separate traces, where nothing but the prompt comes before them.
+    A call's other answers have traces of their own. These begin with the call's own prompt, so no drift shows in them.
     """
     if not events:
         return []

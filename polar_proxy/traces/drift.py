@@ -34,7 +34,7 @@ INTENTIONAL_REASONS = frozenset(
         *("constrained", "reasoning_by_template", "context_full"),
     }
 )
-"""Values of `prompt_reason` with which the prompt differs on purpose."""
+"""Values of `prompt_reason` for which a prompt is meant to differ from the base's tokens."""
 
 _Position = Annotated[int, Field(strict=True, ge=0)]
 _TokenId = Annotated[int, Field(strict=True)]
@@ -49,8 +49,7 @@ class DriftEvent(BaseModel):
     base_call_id: str
     base_choice: _Position
     position: _Position
-    """Index of the first token that differs, both in the prompt and in the base's tokens (its prompt, then its
-    answer)."""
+    """Index at which the call's prompt first differs from the base's tokens (the base's prompt, then its answer)."""
     expected: _TokenId | None
     """The base's token id at this position."""
     actual: _TokenId | None

@@ -46,7 +46,8 @@ it calls send summaries."""
 
 
 _NOTES = 20
-"""Maximum number of different notes that are passed on. Clients may send any number of different values."""
+"""Maximum number of different notes that `DistributionNotes` passes on. A note contains values that clients send, so
+their number has no other limit."""
 
 
 def grade_of(reasons: Iterable[str]) -> Grade:

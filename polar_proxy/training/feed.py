@@ -172,9 +172,9 @@ class HttpFeed:
     ) -> LeaseBatch:
         """Lease finished groups from the server, which waits up to `FEED_WAIT_SECONDS` for a group.
 
-        If the server cannot be reached or cannot answer now, return no leases, because the trainer calls this method
-        again until it has its groups. The failure is reported once, until the server answers again. Raises ApiError for
-        any other error of the server.
+        If the server cannot be reached or cannot answer now, return no leases: the trainer calls this method again
+        until it has its groups. Of several such failures in a row, only the first is reported. Raises ApiError for any
+        other error of the server.
         """
         request = LeaseRequest(
             consumer=consumer,

@@ -47,7 +47,7 @@ class TrainingObserver(ProgressReporter, MetricsTracker, Protocol):
     """Receives the progress of a run: the stages of its rollouts, its calls, and its metrics."""
 
     def call(self, record: CallRecord) -> None:
-        """Take a call that was recorded."""
+        """Receive a call as soon as it is recorded."""
         ...
 
 

@@ -98,8 +98,8 @@ def parse_tool_choice(choice: Json | None, tools: AnthropicTools) -> tuple[str |
 
 
 def render_definitions(functions: Iterable[Json]) -> str:
-    """Return the text that shows the model the definitions of deferred tools. The text stands where the conversation
-    loads the tools."""
+    """Return the definitions of deferred tools as text for the model. The text is placed where the conversation loads
+    the tools."""
     lines = [
         "<function>"
         + to_json({key: item["function"][key] for key in sorted(item["function"])}, "tools").decode()

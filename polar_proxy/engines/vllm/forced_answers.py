@@ -64,8 +64,8 @@ class ForcedAnswer:
     """True if a tool call was sampled in the template's format. Also true if the chat route parsed a tool call, because
     a grammar of the server may force tool calls into another format."""
     cut: bool = False
-    """True if `max_tokens` cut the answer. The chat route parses a cut tool call in one way in a stream and in another
-    in a whole answer."""
+    """True if `max_tokens` cut the answer. If the cut is in a tool call, the chat route parses the call differently in
+    a stream than in a whole answer."""
 
     @property
     def raw_finish(self) -> str:

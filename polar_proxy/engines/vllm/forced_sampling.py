@@ -1,10 +1,10 @@
-"""Make a server sample given answers by its chat route. Different texts are forced in different ways:
+"""Make a server's chat route sample answers that Polar chose. Different texts are forced in different ways:
 
 * An answer as the template writes it is forced by a grammar of its token ids (`target_answers.forcing_fields`).
 * Text and Hermes tool calls are forced by `structured_outputs: {"choice": [text]}`. With a reasoning parser, vLLM
   applies this grammar only after the reasoning; a bias for the `</think>` token ends the reasoning at once.
 * Reasoning is forced by descending biases for `<think>`, a letter and `</think>`. A repetition penalty excludes each
-  token once it was sampled, so that each comes once and in this order.
+  token after its first use, so that each comes once and in this order.
 
 The ids show whether a text was really sampled.
 """
@@ -61,7 +61,7 @@ async def encode_tags(client: VllmClient) -> dict[str, tuple[int, ...]]:
 
 
 class ForcedSampling:
-    """Requests to one server that make it sample given answers, all with the same tools and template options."""
+    """Requests that make one server sample chosen answers. All have the same tools and template options."""
 
     def __init__(
         self, client: VllmClient, request: ChatRequest, tags: Mapping[str, tuple[int, ...]], *, end_of_turn: int
@@ -120,7 +120,7 @@ class ForcedSampling:
     async def special_answer(self, conversation: Conversation) -> ForcedAnswer:
         """Make the server answer with special tokens only.
 
-        If such chats show special tokens, the answer has text. Otherwise its text is empty.
+        If the server shows special tokens in its answers, the answer has text. Otherwise its text is empty.
         """
         fields = {"logit_bias": {str(self._end_of_turn): 100}, "max_tokens": 2, "ignore_eos": True}
         return replace(await self._chat("special tokens", conversation, fields), cut=True)
@@ -181,8 +181,8 @@ class ForcedSampling:
     async def open_reasoning(self, conversation: Conversation) -> ForcedAnswer | None:
         """Make the server begin an answer with reasoning in the template's format, and cut it after a few letters.
 
-        Returns None if the server did not do this. Used for servers whose grammar applies from the first
-        token, not only from the answer's text, and allows reasoning before the text (gpt-oss).
+        Returns None if the server did not do this. Used for servers whose grammar covers the whole answer and allows
+        reasoning before the text (gpt-oss). Other grammars begin only where the text begins.
         """
         turn = call_turn(ARGUMENTS[:1]) | {"reasoning": REASONING, "reasoning_content": REASONING}
         whole = await unless_refused(self.render([*conversation.messages, turn], False)) or []
@@ -252,10 +252,10 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
     grammar that allows one text only, and looks at the most likely tokens where that text begins. If the text is not
     sampled, the request is sent again without tools. Returns True in three cases:
 
-    * With tools, the text is sampled, but a second token was allowed where it begins.
+    * With tools, the text is sampled, but another first token was also allowed.
     * With tools, the text is not sampled, but without tools it is.
-    * The text is sampled neither with tools nor without, and tokens are forbidden only with tools. (gpt-oss reasons
-      before the text, under a grammar of vLLM's that does not depend on tools.)
+    * The text is never sampled, and only with tools some first tokens are forbidden. (gpt-oss reasons before the text,
+      under a grammar of vLLM's that does not depend on tools.)
 
     Returns False in all other cases, also if the server refuses the requests. `renders`: whether the client can render
     conversations.

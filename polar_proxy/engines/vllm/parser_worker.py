@@ -42,7 +42,7 @@ from typing import Any
 Json = dict[str, Any]
 del sys.path[0]  # this folder, whose modules are not vLLM's
 _TEXT_TAIL = 64
-"""Number of tokens at the end of a prompt on which the text of an answer's first token may depend."""
+"""Number of last prompt tokens given to the detokenizer. The text of an answer's first tokens may depend on them."""
 
 HARMONY_OPENING = "<|start|>assistant"
 """Text that vLLM writes at the end of every conversation with gpt-oss, even if no answer is requested."""
@@ -50,7 +50,7 @@ HARMONY_OPENING = "<|start|>assistant"
 _COMPARISONS = 600
 """Maximum number of parses in one search for answers on which pairs of parsers differ. Each pair parses each answer."""
 _FEWEST = 20
-"""Minimum number of answers in one search, even if `_COMPARISONS` is exceeded because there are many pairs."""
+"""A search may always try this many answers, even if many pairs then need more than `_COMPARISONS` parses."""
 _DIFFERENCES = 6
 """A search ends after it found this many answers on which the pairs differ."""
 
@@ -128,9 +128,9 @@ class ServedModel:
         return self._classes[key]
 
     def reasoning_tags(self) -> list[tuple[str, str]]:
-        """Return the texts before and after reasoning, such as `<think>` and `</think>`, that vLLM's parsers expect.
+        """Return the pairs of tags that vLLM's reasoning parsers expect, such as (`<think>`, `</think>`).
 
-        Reasoning parsers that cannot be used with this model are left out.
+        Parsers that cannot be used with this model are left out.
         """
         found: dict[tuple[str, str], None] = {}
         for name in sorted(set(ReasoningParserManager.list_registered())):
@@ -155,7 +155,7 @@ class ParsedChoice:
         self._calls_tools = False
 
     def feed(self, token_ids: list[int], finish: str | None, chunks: Sequence[int] | None = None) -> Json:
-        """Parse these tokens one by one. `chunks`: parse them in chunks instead, with these numbers of tokens."""
+        """Parse these tokens one by one; with `chunks`, chunk by chunk. `chunks`: number of tokens of each chunk."""
         out: Json = {"text": "", "reasoning": "", "calls": [], "finish": finish}
         sizes = [size for size in chunks or () if size] or [1] * max(1, len(token_ids))
         for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
@@ -390,8 +390,8 @@ def vary(bodies: list[list[int]], random: Random) -> list[int]:
 def same_calls(parsed: list[list[str]], wanted: list[list[Any]]) -> bool:
     """Return whether two lists of [name, arguments] are equal.
 
-    The parsed arguments are text. If the wanted arguments are a JSON value instead of text, the parsed text is decoded
-    for the comparison; ValueError is raised if that text is not JSON.
+    Parsed arguments are text. Wanted arguments are text or a JSON value. For a comparison with a JSON value the parsed
+    text is decoded. Raises ValueError if the parsed text is then not JSON.
     """
     return len(parsed) == len(wanted) and all(
         name == wanted_name and (arguments if isinstance(given, str) else json.loads(arguments)) == given

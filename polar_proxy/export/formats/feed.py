@@ -50,7 +50,8 @@ class FeedGroups:
         return done
 
     def when_saved(self) -> Any:
-        """Return a `TrainerCallback` that acknowledges after each checkpoint (`trainer.add_callback(...)`)."""
+        """Return a `TrainerCallback` that calls `acknowledge` after each checkpoint. Give it to
+        `trainer.add_callback`."""
         from transformers import TrainerCallback
 
         feed = self

@@ -31,8 +31,8 @@ AGENT_NAME = "polar_recorded"
 def agent_loop_output(row: TrainingRow) -> Json:
     """Return the fields of an `AgentLoopOutput`.
 
-    `response_mask` is 1 where a token is trained; for a masked rollout it is 0 everywhere. `num_turns` counts the runs
-    of sampled tokens and of context, the prompt included. Raise RowError for a rollout without a reward.
+    `response_mask` is 1 where a token is trained; for a masked rollout it is 0 everywhere. `num_turns` counts the
+    prompt, each stretch of sampled tokens and each stretch of context. Raise RowError for a rollout without a reward.
     """
     return {
         "prompt_ids": list(row.prompt_ids),

@@ -1,4 +1,4 @@
-"""Routes that are built once and then served by applications."""
+"""Adding routes that are already built to an application."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from fastapi import APIRouter, FastAPI
 
 
 def add_router(app: FastAPI, router: APIRouter, **state: object) -> None:
-    """Serve the routes of `router` as they are. `state`: values that they read from `request.app.state`.
+    """Add the routes of `router` to `app` without building them again. `state`: values for `app.state`, which the
+    routes read.
 
-    `include_router` would build each route again at the first request, which takes longer than the rest of a server's
-    start.
+    `include_router` would build each route again at the first request. This takes longer than the rest of the start.
     """
     app.router.routes.extend(router.routes)
     for name, value in state.items():

@@ -1,7 +1,7 @@
 """uvicorn's WebSocket protocol, with the same limits as the HTTP protocol (`limits.py`).
 
-* A message is bounded in size, in time, and in how slowly it may come, like the body of a request. While a large
-  message arrives, the application is sent `asgi.WEBSOCKET_PIECE` messages, and can reserve the memory.
+* A message has a maximum size, a time limit and a minimum rate, like the body of a request. While a large message
+  arrives, the application is sent `asgi.WEBSOCKET_PIECE` messages, and can reserve the memory.
 * In each turn of the event loop, a bounded time is spent on parsing one connection, however small its frames are.
 * While a client does not read what it is sent, the server reads nothing more from this client. After a time, the server
   disconnects the client.
@@ -170,7 +170,8 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
             self.transport.pause_reading()
 
     def _close(self, code: int, error: RequestError | None = None) -> None:
-        """Ask the application to close the WebSocket. If the client broke a limit (`error`), drop what still comes."""
+        """Ask the application to close the WebSocket. `error`: the limit that the client broke, if it broke one. Then
+        all further data from the client is dropped."""
         self._queue({"type": asgi.WEBSOCKET_CLOSING, "code": code, "error": error})
         self.stop_pace()
         self._stop_idle_timer()

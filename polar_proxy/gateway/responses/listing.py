@@ -20,7 +20,7 @@ _INCLUDABLE = frozenset(
         "reasoning.encrypted_content",
     }
 )
-"""Values of `include` without effect, because these fields are always included or never exist here."""
+"""Values of `include` that are accepted and change nothing: Polar always shows these fields, or never has them."""
 _MOST_LISTED, _LISTED = 100, 20
 
 Query = Mapping[str, list[str]]

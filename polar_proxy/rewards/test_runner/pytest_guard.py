@@ -26,7 +26,7 @@ from .integrity import Integrity
 
 
 class PatchWatcher:
-    """The part of both plugins that watches what code of the patch does in pytest."""
+    """Base class of both plugins. It watches for code of the patch that changes the results of pytest."""
 
     def __init__(self, integrity: Integrity) -> None:
         self._integrity = integrity
@@ -53,7 +53,7 @@ class PatchWatcher:
         raise NotImplementedError
 
     def signs(self, manager: Any) -> list[str]:
-        """Return the signs of forged results, at the end of the tests."""
+        """Return the signs that results were forged. Call this at the end of the tests."""
         # Packages outside of the workspace may declare a plugin in it: the project is installed from its sources.
         declared = [plugin for plugin, package in manager.list_plugin_distinfo() if not _in_workspace(package)]
         foreign = any(all(plugin is not one for one in declared) for plugin in self._plugins)
@@ -117,7 +117,7 @@ class PytestRecorder(PatchWatcher):
     ) -> None:
         super().__init__(integrity)
         self.found: list[str] = []
-        """Signs of forged results, once pytest has ended."""
+        """The signs that results were forged. Empty until pytest has ended."""
         self._report = report
         self._canaries = list(enumerate(canaries))
         self._first = len(canaries) // 2

@@ -22,7 +22,7 @@ from .verdicts import TextFinder, VerdictRecorder
 def run_tests_by_value(job: dict[str, Any], link: Link) -> dict[str, Any]:
     """Run the hidden tests in this process, the judge.
 
-    A module that this Python cannot find is imported by the worker, and a call of its functions runs there.
+    If this Python cannot find a module, the worker imports the module and runs the calls of its functions.
     """
     sys.meta_path.insert(0, TextFinder(job["hidden_files"]))
     sys.meta_path.append(RemoteFinder(link))
@@ -137,7 +137,7 @@ def encode(value: Any) -> Any:
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if kind in (bytes, bytearray):
         return {kind.__name__: value.hex()}
-    raise TypeError(f"these tests compare plain values, and a {kind.__name__} is not one")
+    raise TypeError(f"these tests can only compare plain values, not objects of the type {kind.__name__}")
 
 
 def decode(value: Any) -> Any:

@@ -39,7 +39,7 @@ each of them only once (`_statements`)."""
 
 @dataclass(frozen=True)
 class _Statements:
-    """The SQL statements with which `fetch` reads the calls that match one condition, in the order they run."""
+    """The SQL statements with which `fetch` reads the calls that match one condition. They run in this order."""
 
     calls: Select[Any]
     answers: Select[Any]

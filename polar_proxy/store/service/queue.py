@@ -44,7 +44,7 @@ _final = schema.rollout_is_final
 not_ending = or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED)
 """SQL condition: the rollout's worker has not been asked to end it."""
 unowned = _r.owner_pid.is_(None)
-"""SQL condition: no process runs the rollout for itself (`polar run`), so the workers of all servers may claim it."""
+"""SQL condition: the rollout does not belong to a `polar run` process, so the workers of all servers may claim it."""
 
 
 class QueueRepository(Repository):
@@ -173,8 +173,8 @@ class FleetRow:
     """The pause state of the fleet (all servers). Times in seconds since the epoch."""
 
     paused_at: float | None
-    """When the last pause began, even if it has ended by itself since. None if there was no pause, or if a resume ended
-    it."""
+    """When the last pause began. None if there was no pause, or if a resume ended it. A pause that ended by itself
+    keeps this time."""
     paused_until: float | None
     """When the pause ends by itself; None if only a resume ends it."""
 
@@ -188,7 +188,7 @@ _select_fleet = select(_f.paused_at, _f.paused_until).where(_this_fleet)
 
 
 class FleetRepository(Repository):
-    """The pause of all servers' rollout services."""
+    """The pause that stops the rollout services of all servers from starting rollouts."""
 
     async def get(self) -> FleetRow:
         (row,) = await self._rows(FleetRow, _select_fleet)
