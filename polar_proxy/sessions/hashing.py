@@ -28,9 +28,9 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""For each of this many messages at the beginning of an assistant turn, the key is computed as if the conversation
-ended after this message: the turn's messages so far are merged into one. So a request that ends there has the same key.
-In a long turn, merging after every message would take quadratic time."""
+"""Number of messages at the beginning of an assistant turn after which a conversation may end and still have the right
+key: the turn's messages up to there are merged before they are hashed. Merging after every message of a long turn would
+take quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""

@@ -109,9 +109,9 @@ class ParserProcess:
     ) -> list[tuple[int, list[int]]]:
         """Return random answers that these pairs of parsers parse differently, each as (index in `prompts`, ids).
 
-        The answers are variations of given ones: `answers` has `start`, the ids with which each answer begins,
-        `bodies`, the ids that are varied, and `stop`, the id that ends each answer. The returned ids are without start
-        and stop. The list is empty if no such answer was found.
+        The answers are made from `answers`: one of its `bodies` is changed at random, between its `start` ids and its
+        `stop` id. The returned ids are the changed body only. The list is empty if the pairs parsed every tried answer
+        alike.
         """
         await self.ensure_started()
         line = {"op": "distinguish", "request": request, "prompts": prompts, "answers": answers, "seed": seed}
