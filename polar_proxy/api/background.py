@@ -1,6 +1,6 @@
 """Background work of an API server: send callbacks, end pauses whose time is over, count groups for the metrics.
 
-Callbacks are signed. One server at a time tries to send a callback. After a failure it is sent again, unless the
+Callbacks are signed. Only one server at a time sends a given callback. A failed callback is sent again, unless the
 receiver answered 410 or `api.callback_attempts` attempts were made. All attempts send the same body, that of the first
 attempt.
 """

@@ -1,7 +1,7 @@
 """A vLLM engine that samples given texts; everything except the choice of tokens is the real server's.
 
 Template, tokenizer, parsers, prompts and log-probabilities are vLLM's own. Each request, for a conversation or for an
-exact prompt, carries the tokens to sample, which a plugin in the server reads (`vllm_plugin/polar_forced_tokens.py`).
+exact prompt, carries the tokens to sample. A plugin in the server (`vllm_plugin/polar_forced_tokens.py`) reads them.
 `make_model` and `save_random_model` write models for such a server.
 """
 

@@ -161,7 +161,7 @@ class AssistantTurn:
     ids_chain: bytes
     """Key of the ids of the tool calls in this and all earlier turns."""
     spelling: bytes
-    """Key of the texts and reasoning of this and all earlier turns, with all white space inside them."""
+    """Key of the text and reasoning of this and all earlier turns. White space inside a text counts."""
     digest: bytes
     """Digest of this turn alone."""
     exchange: bytes

@@ -7,9 +7,9 @@ Hermes format; `probe.py` finds out whether the model's template writes tool cal
 The stream of a llama-server leaves out tokens that end within a character (llama.cpp's `process_token`). Each chunk
 counts the tokens sampled so far, so a gap is noticed. The next chunk's text covers the missing tokens and its own
 token. If only one sequence of tokens can spell the missing part, the stream is closed, the log-probabilities of these
-tokens are requested, and a new request samples the rest of the answer, from the same distribution. If several sequences
-can, or `max_tokens` ends the answer within a character, the missing tokens are recorded as unknown. A call with unknown
-tokens is not trained.
+tokens are requested, and a new request samples the rest of the answer, from the same distribution. Otherwise, or if
+`max_tokens` ends the answer within a character, the missing tokens are recorded as unknown. A call with unknown tokens
+is not trained.
 """
 
 from __future__ import annotations
