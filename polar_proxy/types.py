@@ -416,7 +416,7 @@ class CallRecord:
     route: str | None = None
     """Name of the rule that chose the engine."""
     hooks: Json | None = None
-    """Changes by hooks. `request`: the changed parts, as the model saw them. `answer`: the sampled messages."""
+    """Changes by hooks. `request`: the changed parts, as the model saw them. `answer`: the answer before its change."""
     conversation: ConversationTurn | None = None
     """Items that committing the record adds to a conversation; None in a record that is read back."""
 

@@ -248,7 +248,7 @@ class TraceBuilder:
         self.reasons: set[str] = set()
         self.prompt_length = 0
         self._last_prompt: TokenIds | None = None
-        """The prompt of the last call. None before the first call, and if the trace does not begin with that prompt."""
+        """The prompt of the last call, if the trace begins with this prompt. Otherwise, or without a call, None."""
         self._buffer: TokenIds = np.empty(256, dtype=np.int32)
         self._size = 0
         self._session_id = ""
@@ -277,7 +277,7 @@ class TraceBuilder:
 
     @property
     def has_drift(self) -> bool:
-        """True if an answer in the trace follows other tokens than its recorded prompt."""
+        """True if the tokens before an answer in this trace differ from the prompt recorded for this answer."""
         return "canonical" in self.reasons
 
     def has_engine_of(self, call: CallRecord) -> bool:

@@ -28,7 +28,7 @@ _CHUNK = 1 << 20
 class UnpackedArchive:
     database: Path
     artifacts: frozenset[str]
-    """The hashes of the artifacts, whose files have the same relative paths as in a store."""
+    """The hashes of the artifacts. The paths of their files are those that a store would use."""
     unpacked_limit: int
     """Number of bytes to which all values of the database may unpack."""
 
