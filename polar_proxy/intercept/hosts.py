@@ -30,8 +30,8 @@ class PathRule:
     """The gateway's route that serves these requests. `\\1` is replaced by the first group of `path`. The route decides
     the dialect."""
     passed_on: bool = True
-    """Used with `route`, when the provider answers the calls of `polar intercept`. True: these requests go through the
-    gateway, whose passthrough engine passes them on. False: they go directly to the provider."""
+    """Used if `route` is set and the provider itself answers the calls of `polar intercept`. True: the requests reach
+    the provider through the gateway's passthrough engine. False: they go directly to the provider."""
     body: Json | None = None
     """Used without `route`: the JSON object to answer with. `{name}` in a string is replaced by the request's header
     `name`."""

@@ -248,7 +248,7 @@ class MessageHasher:
         return HashChain(tuple(keys), tuple(turns), last)
 
     def _turn_keys(self, run: Sequence[Message], key_before: bytes, digest: bytes) -> list[bytes]:
-        """Return the key after each message of an assistant turn, whose digest is `digest`."""
+        """Return the key after each message of the assistant turn `run`. `digest` is the digest of the whole turn."""
         keys: list[bytes] = []
         for length in range(1, len(run)):
             if length <= _MERGED_SO_FAR:
