@@ -1,8 +1,8 @@
 """Signs of reward hacking, and their effect on a score.
 
-A sign says that a patch may aim at the reward instead of the task. An honest patch can show one (a project's own
-conftest.py), and a dishonest one may show none, so a sign alone changes no reward unless the user says so. The signs
-that Polar's test runner finds (`isolated`) are not guesses: if the runner finds one, it counts every test as failed.
+A sign says that a patch may aim at the reward instead of the task. An honest patch can show a sign (a project's own
+conftest.py), and a dishonest patch may show no sign. So signs change no reward unless the user says so. Only the signs
+that Polar's test runner finds (`isolated`) are certain: if the runner finds a sign, it counts every test as failed.
 """
 
 from __future__ import annotations

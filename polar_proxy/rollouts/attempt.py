@@ -431,8 +431,8 @@ class AttemptRunner:
         """Return how the engine failed, if the agent failed because of the engine; otherwise None.
 
         The engine is to blame if it is down, or if it failed to answer the session's last call (not counting calls that
-        the agent broke off). The agent must handle earlier failures, from which the engine recovered. The agent is also
-        to blame if its request fails each time while the engine answers other requests.
+        the agent broke off). It is not to blame for earlier failures, because the agent must handle them, nor for a
+        request that fails each time while the engine answers other requests.
         """
         try:
             down = await self.engine.health()

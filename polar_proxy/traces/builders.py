@@ -121,8 +121,8 @@ class CallMerger:
         """Index of each trace in `traces`; the trace has the same number in `_prefixes`."""
 
     def add(self, call: CallRecord) -> None:
-        """Add the call's first answer to the trace that the call continues, or to a new trace. Open a new trace for each
-        further answer."""
+        """Add the call's first answer to the trace that the call continues, or to a new trace. Open a new trace for
+        each further answer."""
         first, *others = call.choices
         may_continue = call.edge not in _NEW_TRACE_EDGES
         if may_continue and self._joins_drift and (joined := self._join_drifted(call)) is not None:

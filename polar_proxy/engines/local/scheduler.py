@@ -50,7 +50,7 @@ class Generation:
     max_tokens: int
     stop: tuple[str, ...]
     results: asyncio.Queue[SampleEvent | EngineError] = field(default_factory=asyncio.Queue)
-    """One event with raw text for each token, or an error, which ends the answer. Used on the event loop only."""
+    """One event for each token, with its raw text. An error ends the answer. Used on the event loop only."""
     cancelled: bool = False
     prompt_reported: bool = False
     """True if the first event, with the prompt's ids, was delivered."""

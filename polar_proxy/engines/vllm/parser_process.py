@@ -5,7 +5,7 @@ It parses answers as the server's chat route does, without a request to the serv
 * Each engine has one process. It is started when the engine is entered, and needs about 550 MB of memory.
 * Requests are answered in order. If a reply takes longer than `REPLY_SECONDS`, the process is killed.
 * If the process ends, all answers that it was parsing fail with EngineError, and the next answer starts a new process.
-  Another parser is never used in its place.
+  Polar never falls back to another parser.
 """
 
 from __future__ import annotations
