@@ -194,8 +194,8 @@ class Sandbox(ABC):
 
     kind: ClassVar[SandboxKind]
     exceeded: str | None = None
-    """Text that names the exceeded limit, if the programs inside were stopped because their files exceed the disk
-    quota; else None. The files stay, and new commands can run."""
+    """Why the programs inside were stopped, if their files exceeded the disk quota; else None. The files stay, and new
+    commands can run."""
     unenforced: tuple[str, ...] = ()
     """The requested limits that this sandbox cannot enforce, each with the reason."""
     base_env: Mapping[str, str] = {}

@@ -17,7 +17,7 @@ from polar_proxy.types import Json
 
 _SEAL_PREFIX = b"polar1."
 MAX_SEALED_BYTES = 16 << 20
-"""Maximum size of a text that is unsealed. The sealed string comes from the client and may be a zip bomb."""
+"""Maximum size of an unsealed text. The sealed string comes from the client, so it may be a zip bomb."""
 
 
 def to_json(value: Any, param: str) -> bytes:

@@ -418,7 +418,7 @@ class AttemptRunner:
         return None if row is None else row.spent
 
     async def _check_infrastructure(self, attempt: RunningAttempt, session_id: str, outcome: ExitOutcome) -> None:
-        """Raise InfrastructureError if the agent, which did not succeed, failed because of the store or the engine."""
+        """Raise InfrastructureError if the store or the engine is to blame for the agent's bad `outcome`."""
         if (refusal := self.gateway.refusal(session_id)) is not None:
             cause, problem = "store", f"the agent's last call could not be recorded: {refusal}"
         elif (failure := await self._engine_failure(attempt, session_id)) is not None:
