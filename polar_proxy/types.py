@@ -286,7 +286,7 @@ class SampleEvent:
     usage: Usage | None = None
     """Token counts, from engines that report no token ids. The last `usage` of an answer replaces earlier ones."""
     provider_turn: ProviderTurn | None = None
-    """The choice in the provider's own format, if it holds signatures. Comes with the `finish_reason`."""
+    """The choice in the provider's own format, if the provider signed parts of it. Comes with the `finish_reason`."""
     raw: ProviderPiece | None = None
     """The bytes that the agent gets in place of this event's encoding. Only the passthrough engine sets this."""
     response_id: str | None = None
@@ -331,7 +331,7 @@ class Choice:
     reasoning_tokens: int | None = None
     """Number of tokens up to the end of the reasoning, if that is known."""
     provider_turn: ProviderTurn | None = None
-    """The answer in its provider's own format, if it holds signatures."""
+    """The answer in its provider's own format, if the provider signed parts of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Encodings shared by the dialects: JSON values to store, server-sent events, and text sealed in opaque strings.
 
-Many clients send only a provider's opaque string (a signature, encrypted content) back and drop the reasoning beside
-it. So the reasoning itself travels in that string, as base64 of a prefix and the compressed text.
+Many clients drop an answer's reasoning and send back only the opaque string beside it (a signature, encrypted content).
+So Polar puts the reasoning itself into that string, as base64 of a prefix and the compressed text.
 """
 
 from __future__ import annotations
