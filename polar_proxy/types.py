@@ -407,8 +407,8 @@ class CallRecord:
     provider_conversation: str | None = None
     response_id: str | None = None
     response_items: Json | None = None
-    """Item id of a passed-through response -> kind and number in this record ("fc_0": the first tool call). This field
-    and `response_id` are None in a record that is read back: the store finds a call by these ids instead."""
+    """Id of each item of a passed-through response -> name of the item in this record ("fc_0": the first tool call).
+    This field and `response_id` are None in a record that is read back: the store finds calls by these ids instead."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call is kept, and still trained on."""
     engine_name: str | None = None

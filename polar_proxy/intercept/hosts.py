@@ -243,7 +243,7 @@ def find_host(name: str) -> ModelHost | None:
 
 
 def find_path(name: str, path: str, *, names: Container[str] | None = None) -> InterceptedPath | None:
-    """Return a path (without query) of the host `name` with the rule that matches it; None if `name` is no model host.
+    """Find the rule for a path of the host `name`. Returns None if `name` is no model host. `path` has no query.
 
     `names`: the names that count as model hosts (`host_names`). If None, every name that a pattern matches counts.
     """

@@ -30,7 +30,7 @@ class UnpackedArchive:
     artifacts: frozenset[str]
     """The hashes of the artifacts. The paths of their files are those that a store would use."""
     unpacked_limit: int
-    """Number of bytes to which all values of the database may unpack."""
+    """Maximum total size of the database's packed values after unpacking, in bytes."""
 
 
 def artifact_member(sha256: str) -> str:
