@@ -341,7 +341,7 @@ class Sandbox(ABC):
         commands in the sandbox afterwards: in docker, for example, the container has ended.
 
         Raise `SandboxError` for a folder that this kind cannot read from outside (`workdir`, `home` and the folders of
-        the specification always work), `TreeTooLarge` if the files exceed a limit of `sandboxes.tree`.
+        the specification always work). Raise `TreeTooLarge` if the files exceed a limit of `sandboxes.tree`.
         """
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:

@@ -273,7 +273,7 @@ def host_names(own: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def rules_for_proxy(*, record: bool) -> list[Json]:
-    """Return the table for the proxy's addon: patterns of hosts, and of the paths that it sends to the gateway.
+    """Return a table for the proxy's addon: patterns of hosts, and of the paths that the addon sends to the gateway.
 
     `record`: True if the provider answers. The gateway then gets only the requests that it passes on to the provider;
     all others go directly to the provider.

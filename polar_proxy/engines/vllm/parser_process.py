@@ -94,7 +94,7 @@ class ParserProcess:
     async def match(
         self, request: Json, samples: Sequence[Json], parsers: Sequence[Parsers] | None = None
     ) -> list[Parsers]:
-        """Return the pairs of parsers that parse all samples of a server's answers as the server did.
+        """Return the pairs of parsers that parse each sample answer into the result that the sample names.
 
         Only the pairs `parsers` are tried, in their order. If `parsers` is None, every pair that vLLM has is tried:
         first those without a reasoning parser, then the others. Within both groups, the pairs are ordered by how much

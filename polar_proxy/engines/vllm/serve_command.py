@@ -123,9 +123,9 @@ class _Template:
         return whole[start : end + 1]
 
     def _find_form(self) -> MessageForm:
-        """Return whether the template needs message content as a string or as a list of parts, as a `MessageForm`.
+        """Return the `MessageForm` that the template needs: message content as a string, or as a list of parts.
 
-        Raises UsageError if it renders the text of a user message in neither form.
+        Raises UsageError if the template renders the text of a user message in neither form.
         """
         for form in (MessageForm(), MessageForm(content_parts=True)):
             with contextlib.suppress(RequestError):
