@@ -67,7 +67,7 @@ def patch_signs(patch: bytes, paths: Sequence[str], left_out: Sequence[str], tas
 
 
 def apply_sign_policy(score: Score, policy: SignPolicy) -> Score:
-    """Return the score, with its reward set to 0 if it has signs and the policy is `zero`."""
+    """Return the score. If the score has signs and the policy is `zero`, its reward is set to 0."""
     if policy != "zero" or not score.detail.get("signs") or not score.reward:
         return score
     return replace(score, reward=0.0, detail={**score.detail, "solved": False, "reward_without_signs": score.reward})

@@ -151,7 +151,7 @@ class BatchScheduler:
     # Everything below runs on the worker thread.
 
     def weights_changed(self, version: str) -> None:
-        """Drop all keys and values, so that running sequences are prefilled again."""
+        """Use `version` from now on. Drop all keys and values, so that running sequences are prefilled again."""
         self.version = version
         self._prefixes.clear()
         for sequence in self._active:
