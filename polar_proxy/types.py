@@ -492,7 +492,7 @@ class Trace:
     rescored: bool = False
     """True if `logprobs` come from a later, teacher-forced scoring, not from sampling."""
     sampling: tuple[AnswerSampling, ...] = ()
-    """How the answer of each sampled span was sampled, in order."""
+    """How the answers were sampled: one entry for each sampled span, in order."""
 
     @property
     def trained_tokens(self) -> int:

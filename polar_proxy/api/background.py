@@ -42,7 +42,7 @@ class BackgroundLoops:
 
     The end of the block also ends open streams of events, and requests that wait until a group can be leased.
 
-    Several servers of one database may run the loops: only one of them sends a callback or ends the pause of a job.
+    Several servers of one database may run the loops: each callback is sent, and each pause ended, by only one server.
     """
 
     def __init__(self, context: ApiContext) -> None:

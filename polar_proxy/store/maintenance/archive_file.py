@@ -40,8 +40,8 @@ def artifact_member(sha256: str) -> str:
 def unpack(file: Path, folder: Path, max_bytes: int) -> UnpackedArchive:
     """Unpack an archive into an empty folder.
 
-    `max_bytes`: the most that all files of the archive together may unpack to. Raises UsageError if `file` does not
-    exist, and StoreError if the archive is damaged, unpacks to too much, or contains what no archive of Polar contains.
+    `max_bytes`: maximum total size of the unpacked files. Raises UsageError if `file` does not exist. Raises StoreError
+    if the archive is damaged, unpacks to too much, or contains what no archive of Polar contains.
     """
     try:
         size = file.stat().st_size
