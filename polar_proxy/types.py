@@ -456,7 +456,7 @@ class AnswerSampling(NamedTuple):
     temperature: float | None
     """Sampling temperature; None if the record does not name it."""
     changes: Json
-    """The settings besides temperature that changed the model's own distribution, such as top_p or a penalty."""
+    """Settings besides temperature that changed the model's own distribution, such as top_p; empty if none did."""
     logprob_mode: LogprobMode
     """`processed`: the log-probabilities are those of the sampled distribution. `raw`: they are those of the model's
     own distribution at temperature 1, without `changes`."""

@@ -182,9 +182,9 @@ def make_model(folder: Path) -> Path:
     """Write a model for tests into `folder` (4 MB; takes ten seconds). Only its tokenizer and its template matter.
 
     The model is small enough that a CPU reads prompts of 50,000 tokens in seconds. Its weights are random. Its chat
-    template is that of the bundled polar-tiny, but its byte-level tokenizer is not: that of polar-tiny needs twice as
-    many tokens for an agent's prompt as common tokenizers. The tokenizer is trained on Python's standard library, so
-    the same version of Python gives the same tokenizer. Needs `pip install 'polar-proxy[local]'`.
+    template is that of the bundled polar-tiny. Its byte-level tokenizer splits text like common tokenizers (that of
+    polar-tiny needs twice as many tokens). The tokenizer is trained on Python's standard library, so the same version
+    of Python gives the same tokenizer. Needs `pip install 'polar-proxy[local]'`.
     """
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 

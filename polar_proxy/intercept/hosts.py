@@ -1,8 +1,8 @@
 """A table of the hosts of model providers: which of their paths are model calls, and how other paths are answered.
 
 The first rule whose pattern matches the whole path decides. If Polar answers in place of the provider, a path without a
-rule is refused with status 404. The tested programs then treat the feature as switched off. The hosts with
-`ModelHost.others_pass` are the exception.
+rule is refused with status 404 (except on hosts with `ModelHost.others_pass`). The tested programs then treat the
+feature as switched off.
 """
 
 from __future__ import annotations

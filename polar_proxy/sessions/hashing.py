@@ -28,9 +28,8 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""Number of messages at the beginning of an assistant turn after which a conversation may end and still have the right
-key: the turn's messages up to there are merged before they are hashed. Merging after every message of a long turn would
-take quadratic time."""
+"""Maximum number of messages that are merged to compute a key within an assistant turn, as if the conversation ended
+there. Merging after every message of a long turn would take quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""

@@ -248,7 +248,7 @@ class TraceBuilder:
         self.reasons: set[str] = set()
         self.prompt_length = 0
         self._last_prompt: TokenIds | None = None
-        """The prompt of the last call, if the trace begins with this prompt. Otherwise, or without a call, None."""
+        """The prompt of the last call, if the trace begins with this prompt. None otherwise, and without a call."""
         self._buffer: TokenIds = np.empty(256, dtype=np.int32)
         self._size = 0
         self._session_id = ""

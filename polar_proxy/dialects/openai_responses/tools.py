@@ -43,7 +43,7 @@ class BuiltInTool:
     item: str
     arguments_field: str
     constants: Json = field(default_factory=dict)
-    """Fixed members that the client finds beside the arguments, with their values. The model does not write them."""
+    """Members with fixed values that Polar puts beside the arguments. The model does not write these members."""
 
 
 BUILT_IN_TOOLS: dict[str, BuiltInTool] = {

@@ -109,9 +109,8 @@ class ParserProcess:
     ) -> list[tuple[int, list[int]]]:
         """Return random answers that these pairs of parsers parse differently, each as (index in `prompts`, ids).
 
-        The answers are made from `answers`: one of its `bodies` is changed at random, between its `start` ids and its
-        `stop` id. The returned ids are the changed body only. The list is empty if the pairs parsed every tried answer
-        alike.
+        Each tried answer consists of ids from `answers`: `start`, one of `bodies` with random changes, and `stop`. Only
+        the changed body is returned. The list is empty if the pairs parsed every tried answer alike.
         """
         await self.ensure_started()
         line = {"op": "distinguish", "request": request, "prompts": prompts, "answers": answers, "seed": seed}
