@@ -286,7 +286,7 @@ class SampleEvent:
     usage: Usage | None = None
     """Token counts, from engines that report no token ids. The last `usage` of an answer replaces earlier ones."""
     provider_turn: ProviderTurn | None = None
-    """The choice in the provider's own format, if it holds signatures. Comes with the `finish_reason`."""
+    """The choice in the provider's own format, if the provider signed parts of it. Comes with the `finish_reason`."""
     raw: ProviderPiece | None = None
     """The bytes that the agent gets in place of this event's encoding. Only the passthrough engine sets this."""
     response_id: str | None = None
@@ -331,7 +331,7 @@ class Choice:
     reasoning_tokens: int | None = None
     """Number of tokens up to the end of the reasoning, if that is known."""
     provider_turn: ProviderTurn | None = None
-    """The answer in its provider's own format, if it holds signatures."""
+    """The answer in its provider's own format, if the provider signed parts of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,8 +407,8 @@ class CallRecord:
     provider_conversation: str | None = None
     response_id: str | None = None
     response_items: Json | None = None
-    """Item id of a passed-through response -> kind and number in this record ("fc_0": the first tool call). This field
-    and `response_id` are None in a record that is read back: the store finds a call by these ids instead."""
+    """Id of each item of a passed-through response -> name of the item in this record ("fc_0": the first tool call).
+    This field and `response_id` are None in a record that is read back: the store finds calls by these ids instead."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call is kept, and still trained on."""
     engine_name: str | None = None
@@ -416,7 +416,7 @@ class CallRecord:
     route: str | None = None
     """Name of the rule that chose the engine."""
     hooks: Json | None = None
-    """Changes by hooks. `request`: the changed parts, as the model saw them. `answer`: the sampled messages."""
+    """Changes by hooks. `request`: the changed parts, as the model saw them. `answer`: the answer before its change."""
     conversation: ConversationTurn | None = None
     """Items that committing the record adds to a conversation; None in a record that is read back."""
 
@@ -456,7 +456,7 @@ class AnswerSampling(NamedTuple):
     temperature: float | None
     """Sampling temperature; None if the record does not name it."""
     changes: Json
-    """The other settings that changed the model's own distribution, such as top_p or a penalty; empty if none did."""
+    """Settings besides temperature that changed the model's own distribution, such as top_p; empty if none did."""
     logprob_mode: LogprobMode
     """`processed`: the log-probabilities are those of the sampled distribution. `raw`: they are those of the model's
     own distribution at temperature 1, without `changes`."""
@@ -492,7 +492,7 @@ class Trace:
     rescored: bool = False
     """True if `logprobs` come from a later, teacher-forced scoring, not from sampling."""
     sampling: tuple[AnswerSampling, ...] = ()
-    """How the answer of each sampled span was sampled, in order."""
+    """How the answers were sampled: one entry for each sampled span, in order."""
 
     @property
     def trained_tokens(self) -> int:

@@ -194,8 +194,8 @@ class Sandbox(ABC):
 
     kind: ClassVar[SandboxKind]
     exceeded: str | None = None
-    """Text that names the exceeded limit, if the programs inside were stopped because their files exceed the disk
-    quota; else None. The files stay, and new commands can run."""
+    """Why the programs inside were stopped, if their files exceeded the disk quota; else None. The files stay, and new
+    commands can run."""
     unenforced: tuple[str, ...] = ()
     """The requested limits that this sandbox cannot enforce, each with the reason."""
     base_env: Mapping[str, str] = {}
@@ -341,7 +341,7 @@ class Sandbox(ABC):
         commands in the sandbox afterwards: in docker, for example, the container has ended.
 
         Raise `SandboxError` for a folder that this kind cannot read from outside (`workdir`, `home` and the folders of
-        the specification always work), `TreeTooLarge` if the files exceed a limit of `sandboxes.tree`.
+        the specification always work). Raise `TreeTooLarge` if the files exceed a limit of `sandboxes.tree`.
         """
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:

@@ -34,7 +34,7 @@ class ControlGroup:
 
 
 def remove(folder: Path, seconds: float = 30.0) -> None:
-    """Remove an empty group. The kernel may need a moment after the last process ended."""
+    """Remove a group whose processes have ended. Try for `seconds`, because the kernel may need a moment."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -1,6 +1,6 @@
 """Background work of an API server: send callbacks, end pauses whose time is over, count groups for the metrics.
 
-Callbacks are signed. One server at a time tries to send a callback. After a failure it is sent again, unless the
+Callbacks are signed. Only one server at a time sends a given callback. A failed callback is sent again, unless the
 receiver answered 410 or `api.callback_attempts` attempts were made. All attempts send the same body, that of the first
 attempt.
 """
@@ -42,7 +42,7 @@ class BackgroundLoops:
 
     The end of the block also ends open streams of events, and requests that wait until a group can be leased.
 
-    Several servers of one database may run the loops: only one of them sends a callback or ends the pause of a job.
+    Several servers of one database may run the loops: each callback is sent, and each pause ended, by only one server.
     """
 
     def __init__(self, context: ApiContext) -> None:

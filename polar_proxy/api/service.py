@@ -218,8 +218,8 @@ async def _engine_state(engine: Engine, service: RolloutService | None = None) -
 
 
 class ServiceCollector(Collector):
-    """Prometheus collector of the feed's groups by state. If the server has a rollout service, also of its rollouts in
-    flight, its stages and its sandbox pool."""
+    """Prometheus collector. It counts the feed's groups by state. If the server has a rollout service, it also reports
+    the rollouts in flight, the stages and the sandbox pool."""
 
     def __init__(self, service: RolloutService | None, feed_depth: Callable[[], dict[str, int]]) -> None:
         self._service = service

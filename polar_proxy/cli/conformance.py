@@ -79,7 +79,7 @@ def conformance(
     Writes conformance.md and conformance.json; harnesses that are not run keep their rows there. Most checks need the
     scripted engine. The exit code is 0 if no check failed and no call was lost or recorded twice.
 
-    With --fidelity, the engine gives answers that many agents and chat templates send back altered. Later prompts then
+    With --fidelity, the engine gives answers that many agents and chat templates repeat inexactly. Later prompts then
     differ from the sampled tokens (drift). The agents run in both prompt modes, and the training sequences that drift
     splits are counted. With --out-dir, fidelity.md and fidelity.json are written. The exit code is 0 if every run was
     possible, every sampled token was counted, and drift split no sequence in continue mode.
@@ -203,8 +203,8 @@ def drift(
         bool,
         typer.Option(
             "--awkward",
-            help="Have the engine give answers that many agents and chat templates send back altered. vllm needs a "
-            "plugin to do so (scripts/fidelity.sh).",
+            help="Have the engine give answers that many agents and chat templates repeat inexactly in later prompts. "
+            "With vllm, this needs a plugin (scripts/fidelity.sh).",
         ),
     ] = False,
     sandbox: options.Sandbox = "auto",

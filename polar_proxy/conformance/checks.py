@@ -349,8 +349,8 @@ def joined_retries(run: ScenarioRun) -> int:
 
 
 def _request_names(call: CallRecord) -> list[object]:
-    """Return the identities of a call's request: the hash of its messages and tools, and the stored fingerprint with
-    the tools, if there is a fingerprint."""
+    """Return the identities of a call's request: the hash of its messages and tools and, if a fingerprint is stored,
+    the fingerprint with the tools."""
     digest = hashlib.sha256()
     for message in call.messages:
         digest.update(orjson.dumps(_without_cache_marks(orjson.loads(message)), option=orjson.OPT_SORT_KEYS))

@@ -1,7 +1,7 @@
 """A vLLM engine that samples given texts; everything except the choice of tokens is the real server's.
 
 Template, tokenizer, parsers, prompts and log-probabilities are vLLM's own. Each request, for a conversation or for an
-exact prompt, carries the tokens to sample, which a plugin in the server reads (`vllm_plugin/polar_forced_tokens.py`).
+exact prompt, carries the tokens to sample. A plugin in the server (`vllm_plugin/polar_forced_tokens.py`) reads them.
 `make_model` and `save_random_model` write models for such a server.
 """
 
@@ -181,10 +181,10 @@ def prescribed_engine(settings: EngineSettings, template: str = "keeps") -> Engi
 def make_model(folder: Path) -> Path:
     """Write a model for tests into `folder` (4 MB; takes ten seconds). Only its tokenizer and its template matter.
 
-    It is small enough that a CPU reads prompts of 50,000 tokens in seconds. It has random weights, a byte-level
-    tokenizer that splits text like the tokenizers in common use (the bundled polar-tiny needs twice as many tokens for
-    an agent's prompt), and the chat template of polar-tiny. The tokenizer is trained on Python's standard library, so
-    the same version of Python gives the same tokenizer. Needs `pip install 'polar-proxy[local]'`.
+    The model is small enough that a CPU reads prompts of 50,000 tokens in seconds. Its weights are random. Its chat
+    template is that of the bundled polar-tiny. Its byte-level tokenizer splits text like common tokenizers (that of
+    polar-tiny needs twice as many tokens). The tokenizer is trained on Python's standard library, so the same version
+    of Python gives the same tokenizer. Needs `pip install 'polar-proxy[local]'`.
     """
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 

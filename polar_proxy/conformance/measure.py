@@ -113,8 +113,8 @@ async def measure(
 
 
 def _skip(name: str, profile: HarnessProfile, info: HarnessInfo, *, scripted: bool) -> CheckResult | None:
-    """Return the result of a check that needs no run, because it does not apply to the harness or the engine; None for
-    any other check. `scripted`: whether the engine is the scripted one."""
+    """Return a result without a run if the check does not apply to the harness or the engine; else None. `scripted`:
+    whether the engine is the scripted one."""
     if CHECKS[name].scenario is None:
         return None
     if name in profile.not_applicable:

@@ -1,7 +1,7 @@
 """Encodings shared by the dialects: JSON values to store, server-sent events, and text sealed in opaque strings.
 
-Many clients send only a provider's opaque string (a signature, encrypted content) back and drop the reasoning beside
-it. So the reasoning itself travels in that string, as base64 of a prefix and the compressed text.
+Many clients drop an answer's reasoning and send back only the opaque string beside it (a signature, encrypted content).
+So Polar puts the reasoning itself into that string, as base64 of a prefix and the compressed text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polar_proxy.types import Json
 
 _SEAL_PREFIX = b"polar1."
 MAX_SEALED_BYTES = 16 << 20
-"""Maximum size of a text that is unsealed. The sealed string comes from the client and may be a zip bomb."""
+"""Maximum size of an unsealed text. The sealed string comes from the client, so it may be a zip bomb."""
 
 
 def to_json(value: Any, param: str) -> bytes:

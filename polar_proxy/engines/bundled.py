@@ -1,4 +1,4 @@
-"""The bundled policy polar-tiny: its name, ability and maximum answer length, and a warning if other agents use it."""
+"""The bundled policy polar-tiny: its name and limits, and a warning if an agent other than mini-swe-agent uses it."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ class LocalRenderer(Generic[Rendering]):
     async def matches_server(self, requests: Sequence[ChatRequest]) -> bool:
         """Return whether this process renders these requests as the server does.
 
-        If the tools and template options of the last of these requests are new, its rendering is first compared with
-        the server's.
+        The result is that of an earlier comparison with the last request's tools and template options. Without such a
+        comparison, the last request is compared now. A conversation with an unusual role never matches.
         """
         if not all(message.role in _ROLES for request in requests for message in request.messages):
             return False
@@ -125,8 +125,8 @@ class LocalRenderer(Generic[Rendering]):
     async def confirm(self, request: ChatRequest) -> bool:
         """Return whether the server renders this request as this process does.
 
-        Most requests are not compared. For these, return the result of the last comparison that had the same tools and
-        template options.
+        Only some requests are compared. For any other request, return the result of the last comparison with the same
+        tools and template options.
         """
         self._count += 1
         equal = self._equal.get(self._key(request))

@@ -93,7 +93,7 @@ def call_text(call: ToolCall) -> str:
 class ScriptedEngine(Engine):
     """An engine that answers with `script(request)`, called once per choice. Without a script it answers "hello".
 
-    `pace` is the number of seconds before each event of a reply that has no pace of its own."""
+    `pace`: seconds before each event of a reply, if the reply has no own `pace`."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """A table of the hosts of model providers: which of their paths are model calls, and how other paths are answered.
 
 The first rule whose pattern matches the whole path decides. If Polar answers in place of the provider, a path without a
-rule is refused with status 404 (for an exception, see `ModelHost.others_pass`); the tested programs then treat the
+rule is refused with status 404 (except on hosts with `ModelHost.others_pass`). The tested programs then treat the
 feature as switched off.
 """
 
@@ -30,8 +30,8 @@ class PathRule:
     """The gateway's route that serves these requests. `\\1` is replaced by the first group of `path`. The route decides
     the dialect."""
     passed_on: bool = True
-    """Used with `route`, when the provider answers the calls of `polar intercept`. True: these requests go through the
-    gateway, whose passthrough engine passes them on. False: they go directly to the provider."""
+    """Used if `route` is set and the provider itself answers the calls of `polar intercept`. True: the requests reach
+    the provider through the gateway's passthrough engine. False: they go directly to the provider."""
     body: Json | None = None
     """Used without `route`: the JSON object to answer with. `{name}` in a string is replaced by the request's header
     `name`."""
@@ -243,7 +243,7 @@ def find_host(name: str) -> ModelHost | None:
 
 
 def find_path(name: str, path: str, *, names: Container[str] | None = None) -> InterceptedPath | None:
-    """Return a path (without query) of the host `name` with the rule that matches it; None if `name` is no model host.
+    """Find the rule for a path of the host `name`. Returns None if `name` is no model host. `path` has no query.
 
     `names`: the names that count as model hosts (`host_names`). If None, every name that a pattern matches counts.
     """
@@ -273,7 +273,7 @@ def host_names(own: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def rules_for_proxy(*, record: bool) -> list[Json]:
-    """Return the table for the proxy's addon: patterns of hosts, and of the paths that it sends to the gateway.
+    """Return a table for the proxy's addon: patterns of hosts, and of the paths that the addon sends to the gateway.
 
     `record`: True if the provider answers. The gateway then gets only the requests that it passes on to the provider;
     all others go directly to the provider.

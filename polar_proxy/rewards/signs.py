@@ -1,8 +1,8 @@
 """Signs of reward hacking, and their effect on a score.
 
-A sign says that a patch may aim at the reward instead of the task. An honest patch can show one (a project's own
-conftest.py), and a dishonest one may show none, so a sign alone changes no reward unless the user says so. The signs
-that Polar's test runner finds (`isolated`) are not guesses: if the runner finds one, it counts every test as failed.
+A sign says that a patch may aim at the reward instead of the task. An honest patch can show a sign (a project's own
+conftest.py), and a dishonest patch may show no sign. So signs change no reward unless the user says so. Only the signs
+that Polar's test runner finds (`isolated`) are certain: if the runner finds a sign, it counts every test as failed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def patch_signs(patch: bytes, paths: Sequence[str], left_out: Sequence[str], tas
 
 
 def apply_sign_policy(score: Score, policy: SignPolicy) -> Score:
-    """Return the score, with its reward set to 0 if it has signs and the policy is `zero`."""
+    """Return the score. If the score has signs and the policy is `zero`, its reward is set to 0."""
     if policy != "zero" or not score.detail.get("signs") or not score.reward:
         return score
     return replace(score, reward=0.0, detail={**score.detail, "solved": False, "reward_without_signs": score.reward})

@@ -418,7 +418,7 @@ class AttemptRunner:
         return None if row is None else row.spent
 
     async def _check_infrastructure(self, attempt: RunningAttempt, session_id: str, outcome: ExitOutcome) -> None:
-        """Raise InfrastructureError if the agent, which did not succeed, failed because of the store or the engine."""
+        """Raise InfrastructureError if the store or the engine is to blame for the agent's bad `outcome`."""
         if (refusal := self.gateway.refusal(session_id)) is not None:
             cause, problem = "store", f"the agent's last call could not be recorded: {refusal}"
         elif (failure := await self._engine_failure(attempt, session_id)) is not None:
@@ -431,8 +431,8 @@ class AttemptRunner:
         """Return how the engine failed, if the agent failed because of the engine; otherwise None.
 
         The engine is to blame if it is down, or if it failed to answer the session's last call (not counting calls that
-        the agent broke off). The agent must handle earlier failures, from which the engine recovered. The agent is also
-        to blame if its request fails each time while the engine answers other requests.
+        the agent broke off). It is not to blame for earlier failures, because the agent must handle them, nor for a
+        request that fails each time while the engine answers other requests.
         """
         try:
             down = await self.engine.health()

@@ -35,11 +35,11 @@ class UnsafeSandboxError(PolarError):
 
 @contextlib.contextmanager
 def infrastructure_errors(cause: str) -> Iterator[None]:
-    """Raise InfrastructureError in place of a timeout or of an error of a sandbox, a workspace, an installer or the
-    system.
+    """Convert errors in the block to InfrastructureError: timeouts, OSErrors, and errors of sandboxes, workspaces and
+    installers.
 
-    The new error has this `cause`, or `disk` if the disk failed. If a sandbox fails its self-test, raise
-    UnsafeSandboxError in place of its error."""
+    The new error has this `cause`, or `disk` if the disk failed. If a sandbox fails its self-test, UnsafeSandboxError
+    is raised instead."""
     try:
         yield
     except SandboxLeaks as error:

@@ -28,9 +28,8 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""For each of this many messages at the beginning of an assistant turn, the key is computed as if the conversation
-ended after this message: the turn's messages so far are merged into one. So a request that ends there has the same key.
-In a long turn, merging after every message would take quadratic time."""
+"""Maximum number of messages that are merged to compute a key within an assistant turn, as if the conversation ended
+there. Merging after every message of a long turn would take quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""
@@ -161,7 +160,7 @@ class AssistantTurn:
     ids_chain: bytes
     """Key of the ids of the tool calls in this and all earlier turns."""
     spelling: bytes
-    """Key of the texts and reasoning of this and all earlier turns, with all white space inside them."""
+    """Key of the text and reasoning of this and all earlier turns. White space inside a text counts."""
     digest: bytes
     """Digest of this turn alone."""
     exchange: bytes
@@ -248,7 +247,7 @@ class MessageHasher:
         return HashChain(tuple(keys), tuple(turns), last)
 
     def _turn_keys(self, run: Sequence[Message], key_before: bytes, digest: bytes) -> list[bytes]:
-        """Return the key after each message of an assistant turn, whose digest is `digest`."""
+        """Return the key after each message of the assistant turn `run`. `digest` is the digest of the whole turn."""
         keys: list[bytes] = []
         for length in range(1, len(run)):
             if length <= _MERGED_SO_FAR:

@@ -121,8 +121,8 @@ class CallMerger:
         """Index of each trace in `traces`; the trace has the same number in `_prefixes`."""
 
     def add(self, call: CallRecord) -> None:
-        """Add the first answer to the trace that the call continues, if there is one, and open a trace for each other
-        answer."""
+        """Add the call's first answer to the trace that the call continues, or to a new trace. Open a new trace for
+        each further answer."""
         first, *others = call.choices
         may_continue = call.edge not in _NEW_TRACE_EDGES
         if may_continue and self._joins_drift and (joined := self._join_drifted(call)) is not None:
@@ -248,7 +248,7 @@ class TraceBuilder:
         self.reasons: set[str] = set()
         self.prompt_length = 0
         self._last_prompt: TokenIds | None = None
-        """The prompt of the last call. None before the first call, and if the trace does not begin with that prompt."""
+        """The prompt of the last call, if the trace begins with this prompt. None otherwise, and without a call."""
         self._buffer: TokenIds = np.empty(256, dtype=np.int32)
         self._size = 0
         self._session_id = ""
@@ -277,7 +277,7 @@ class TraceBuilder:
 
     @property
     def has_drift(self) -> bool:
-        """True if an answer in the trace follows other tokens than its recorded prompt."""
+        """True if the tokens before an answer in this trace differ from the prompt recorded for this answer."""
         return "canonical" in self.reasons
 
     def has_engine_of(self, call: CallRecord) -> bool:

@@ -43,8 +43,7 @@ class BuiltInTool:
     item: str
     arguments_field: str
     constants: Json = field(default_factory=dict)
-    """Members, with their values, that the field named by `arguments_field` has besides the arguments. The model does
-    not write these members."""
+    """Members with fixed values that Polar puts beside the arguments. The model does not write these members."""
 
 
 BUILT_IN_TOOLS: dict[str, BuiltInTool] = {

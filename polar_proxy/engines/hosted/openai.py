@@ -115,7 +115,7 @@ class OpenAIEngine(HostedEngine):
                 self._fallback_fields |= named
 
     def _encode(self, request: EngineRequest, stream: bool, fallbacks: Set[str] = frozenset()) -> tuple[str, Json]:
-        """Return the path and the body, with the fields of `_FALLBACK_FIELDS` that `fallbacks` names."""
+        """Return the path and the body. `fallbacks`: the fields of `_FALLBACK_FIELDS` that the body may use."""
         body = {"model": self.info.model, **sampling_fields(request.sampling, _SAMPLING, stream=stream)}
         if "max_tokens" in body and "max_completion_tokens" in fallbacks:
             body["max_completion_tokens"] = body.pop("max_tokens")

@@ -35,7 +35,7 @@ class TokenCounter:
         """Encoding by model; None if tiktoken does not know the model or cannot load its vocabulary."""
 
     def count(self, model: str, text: str) -> int:
-        """Return the number of tokens, as tiktoken counts them or else estimated from the bytes."""
+        """Return tiktoken's count of the tokens. Without an encoding, estimate the number from the text's bytes."""
         encoding = self._encoding(model)
         if encoding is None:
             return -(-len(text.encode()) // BYTES_PER_TOKEN)

@@ -5,11 +5,11 @@ Every answer is sampled by `/completion` from token ids. A conversation is first
 Hermes format; `probe.py` finds out whether the model's template writes tool calls in this format.
 
 The stream of a llama-server leaves out tokens that end within a character (llama.cpp's `process_token`). Each chunk
-says how many tokens were sampled, which shows such a gap. The text of the chunk after a gap is that of the missing
-tokens and of the chunk's own token together. If only one sequence of tokens has the missing part of this text, the
-stream is closed, the log-probabilities of the missing tokens are requested, and a new request samples the rest of the
-answer, from the same distribution. If the missing tokens cannot be determined, or `max_tokens` ends the answer within a
-character, they are recorded as unknown. A call with unknown tokens is not trained.
+counts the tokens sampled so far, so a gap is noticed. The next chunk's text covers the missing tokens and its own
+token. If only one sequence of tokens can spell the missing part, the stream is closed, the log-probabilities of these
+tokens are requested, and a new request samples the rest of the answer, from the same distribution. Otherwise, or if
+`max_tokens` ends the answer within a character, the missing tokens are recorded as unknown. A call with unknown tokens
+is not trained.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Generation:
     max_tokens: int
     stop: tuple[str, ...]
     results: asyncio.Queue[SampleEvent | EngineError] = field(default_factory=asyncio.Queue)
-    """One event with raw text for each token, or an error, which ends the answer. Used on the event loop only."""
+    """One event for each token, with its raw text. An error ends the answer. Used on the event loop only."""
     cancelled: bool = False
     prompt_reported: bool = False
     """True if the first event, with the prompt's ids, was delivered."""
@@ -151,7 +151,7 @@ class BatchScheduler:
     # Everything below runs on the worker thread.
 
     def weights_changed(self, version: str) -> None:
-        """Drop all keys and values, so that running sequences are prefilled again."""
+        """Use `version` from now on. Drop all keys and values, so that running sequences are prefilled again."""
         self.version = version
         self._prefixes.clear()
         for sequence in self._active:
@@ -163,7 +163,7 @@ class BatchScheduler:
             self._step()
 
     def _step(self) -> None:
-        """Run one step. If work is left, queue the next step after the functions that `run` has queued by then."""
+        """Run one step. If work is left, queue the next step. Functions that `run` queued before come first."""
         try:
             with torch.inference_mode():
                 self._drop_cancelled()
@@ -215,8 +215,8 @@ class BatchScheduler:
                 budget -= len(chunk)
 
     def _allocate_kv(self, sequence: SequenceState) -> torch.Tensor:
-        """Give a sequence a KV buffer, which begins with a copy of the longest common prefix that the cache or a
-        running sequence has, and return the buffer."""
+        """Give a sequence a new KV buffer and return the buffer. If the cache or a running sequence has a common prefix
+        with the sequence, the buffer begins with a copy of the longest one."""
         wanted = sequence.tokens[: sequence.count - 1]
         length, source = self._prefixes.find(wanted)
         for other in self._active:

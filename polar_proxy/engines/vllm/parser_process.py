@@ -5,7 +5,7 @@ It parses answers as the server's chat route does, without a request to the serv
 * Each engine has one process. It is started when the engine is entered, and needs about 550 MB of memory.
 * Requests are answered in order. If a reply takes longer than `REPLY_SECONDS`, the process is killed.
 * If the process ends, all answers that it was parsing fail with EngineError, and the next answer starts a new process.
-  Another parser is never used in its place.
+  Polar never falls back to another parser.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ParserProcess:
     async def match(
         self, request: Json, samples: Sequence[Json], parsers: Sequence[Parsers] | None = None
     ) -> list[Parsers]:
-        """Return the pairs of parsers that parse all samples of a server's answers as the server did.
+        """Return the pairs of parsers that parse each sample answer into the result that the sample names.
 
         Only the pairs `parsers` are tried, in their order. If `parsers` is None, every pair that vLLM has is tried:
         first those without a reasoning parser, then the others. Within both groups, the pairs are ordered by how much
@@ -109,9 +109,8 @@ class ParserProcess:
     ) -> list[tuple[int, list[int]]]:
         """Return random answers that these pairs of parsers parse differently, each as (index in `prompts`, ids).
 
-        The answers are variations of given ones: `answers` has `start`, the ids with which each answer begins,
-        `bodies`, the ids that are varied, and `stop`, the id that ends each answer. The returned ids are without start
-        and stop. The list is empty if no such answer was found.
+        Each tried answer consists of ids from `answers`: `start`, one of `bodies` with random changes, and `stop`. Only
+        the changed body is returned. The list is empty if the pairs parsed every tried answer alike.
         """
         await self.ensure_started()
         line = {"op": "distinguish", "request": request, "prompts": prompts, "answers": answers, "seed": seed}

@@ -300,7 +300,7 @@ class ParserWorker:
     def _match(
         self, request: Json, samples: list[Json], given: list[list[str | None]] | None
     ) -> list[list[str | None]]:
-        """Return the pairs (tool parser, reasoning parser) that parse every sample as the server did.
+        """Return the pairs (tool parser, reasoning parser) that parse each sample into the result that it names.
 
         Only the pairs `given` are tried, in their order. If it is None, every pair is tried: first those without a
         reasoning parser, then the others. Within both groups, the pairs are ordered by how much the two names resemble

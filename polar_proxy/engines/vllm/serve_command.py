@@ -46,8 +46,8 @@ async def find_serve_command(model: str, vllm_python: str | None = None) -> Serv
     """Return the command for `model`, which is a folder or a name in the Hugging Face cache.
 
     `vllm_python` is the Python of an environment with vLLM. If it is None, the Python of the `vllm` command is used, or
-    else this process's own. Raises UsageError if the model's files or vLLM are not on this machine, EngineError if vLLM
-    cannot load the model's configuration or none of its parsers reads answers in the template's format.
+    else this process's own. Raises UsageError if the model's files or vLLM are not on this machine. Raises EngineError
+    if vLLM cannot load the model's configuration, or has no parser for answers in the template's format.
     """
     folder = await asyncio.to_thread(find_model_folder, model)
     files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
@@ -123,9 +123,9 @@ class _Template:
         return whole[start : end + 1]
 
     def _find_form(self) -> MessageForm:
-        """Return whether the template needs message content as a string or as a list of parts, as a `MessageForm`.
+        """Return the `MessageForm` that the template needs: message content as a string, or as a list of parts.
 
-        Raises UsageError if it renders the text of a user message in neither form.
+        Raises UsageError if the template renders the text of a user message in neither form.
         """
         for form in (MessageForm(), MessageForm(content_parts=True)):
             with contextlib.suppress(RequestError):

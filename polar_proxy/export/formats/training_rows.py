@@ -172,7 +172,7 @@ def advantages_by_rollout(rewards: Mapping[str, float | None], name: str = "grpo
 def with_advantages(rows: Iterable[Json], name: str = "grpo", rewards: RewardsByGroup | None = None) -> list[Json]:
     """Return the rows with the field `advantage`. A rollout counts once in its group, even if it has several rows.
 
-    `rewards`: those of all rollouts of the groups, so that rollouts without a trace count in the baseline, too. In a
+    `rewards`: the rewards of all rollouts of each group. So rollouts without a trace count in the baseline, too. In a
     group that `rewards` does not contain, only the rollouts that have rows count.
     """
     rows = list(rows)

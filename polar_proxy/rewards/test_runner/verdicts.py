@@ -42,7 +42,7 @@ class TextFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class VerdictRecorder(unittest.TestResult):
-    """Reports one verdict for each test at the test's end; the worst if the test has several.
+    """Reports one verdict for each test at the test's end. If subtests or clean-up fail too, the worst verdict counts.
 
     Tests whose method name is in `quiet` are reported too, but not logged."""
 

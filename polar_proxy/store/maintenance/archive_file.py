@@ -28,9 +28,9 @@ _CHUNK = 1 << 20
 class UnpackedArchive:
     database: Path
     artifacts: frozenset[str]
-    """The hashes of the artifacts, whose files have the same relative paths as in a store."""
+    """The hashes of the artifacts. The paths of their files are those that a store would use."""
     unpacked_limit: int
-    """Number of bytes to which all values of the database may unpack."""
+    """Maximum total size of the database's packed values after unpacking, in bytes."""
 
 
 def artifact_member(sha256: str) -> str:
@@ -40,8 +40,8 @@ def artifact_member(sha256: str) -> str:
 def unpack(file: Path, folder: Path, max_bytes: int) -> UnpackedArchive:
     """Unpack an archive into an empty folder.
 
-    `max_bytes`: the most that all files of the archive together may unpack to. Raises UsageError if `file` does not
-    exist, and StoreError if the archive is damaged, unpacks to too much, or contains what no archive of Polar contains.
+    `max_bytes`: maximum total size of the unpacked files. Raises UsageError if `file` does not exist. Raises StoreError
+    if the archive is damaged, unpacks to too much, or contains what no archive of Polar contains.
     """
     try:
         size = file.stat().st_size

@@ -44,7 +44,7 @@ class Comparison:
     shared_tokens: int | None
     """Length in tokens of the common prefix of the runs' longest traces; None if a run has no trace."""
     options: Sequence[tuple[str, Sequence[object]]]
-    """The options in which the rollouts differ, each as (name, one value for each run)."""
+    """The options in which the runs differ, each as (name, values), with one value for each run."""
 
 
 def add_routes(pages: APIRouter, view: ViewContext) -> None:
