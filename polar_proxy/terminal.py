@@ -44,7 +44,7 @@ def escape_json_controls(document: str) -> str:
 
 
 class JsonOutput(io.RawIOBase):
-    """Standard output for JSON lines, without control characters in them."""
+    """Standard output for JSON lines. Control characters are written as JSON escapes."""
 
     def writable(self) -> bool:
         return True

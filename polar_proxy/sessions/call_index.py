@@ -136,7 +136,7 @@ class CallIndex:
             del self.quotable[:-_QUOTABLE]
 
     def repeats(self, node: CallNode) -> int:
-        """Return how often an answered call was repeated, itself included.
+        """Return how often an answered call was made, repetitions included.
 
         This is the larger of two numbers: how many answered calls have the same request, and how many consecutive
         calls, up to this one, have the same answer.

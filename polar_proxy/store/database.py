@@ -260,7 +260,10 @@ class Database:
         return await self.write_in_thread(lambda: None, lambda connection, _: work(connection), patience)
 
     async def run_exclusive(self, work: Callable[[], T]) -> T:
-        """Run `work`, which writes on its own connection, in a thread while no other writer of this process runs."""
+        """Run `work` in a thread. No other writer of this process runs meanwhile.
+
+        Use this for `work` that writes on its own connection.
+        """
         async with self._write_lock.other():
             return await asyncio.to_thread(work)
 

@@ -385,7 +385,7 @@ class ResponsesEncoder(Encoder):
 
 
 def usage_object(answer: Answer) -> Json | None:
-    """Return the token counts of an answer; None if they are unknown, as in a record without token ids and usage."""
+    """Return the token counts of an answer. If the answer has neither token ids nor usage, return None."""
     if answer.prompt_ids is None and answer.usage is None:
         return None
     return {
