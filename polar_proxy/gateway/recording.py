@@ -115,7 +115,7 @@ class PendingCall:
     shown: Answer | None = None
     """The answer as the agent gets it, if a hook changed it."""
     final_answer: str | None = None
-    """Polar's own answer in place of the engine's, because the session's budget is spent."""
+    """Answer by Polar instead of the engine, if the session's budget is spent."""
 
     @property
     def agents_answer(self) -> Answer:

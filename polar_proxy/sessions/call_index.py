@@ -98,7 +98,7 @@ class CallIndex:
     newest: CallNode | None = None
     """The newest call that is neither a side call nor a compaction request."""
     quotable: list[CallNode] = field(default_factory=list)
-    """The newest calls with quotes, the newest last."""
+    """The newest calls that have `quotes`, newest last."""
     compactions: list[CallNode] = field(default_factory=list)
 
     def parent_of(self, node: CallNode) -> CallNode | None:

@@ -86,8 +86,8 @@ class GrpoConfig(BaseModel):
     """Replace groups without a signal (rewards all equal) by further groups, in at most three more rounds per step
     (DAPO, arXiv 2503.14476)."""
     max_async_steps: int = Field(0, ge=0)
-    """0: synchronous. n: the rollouts of the next n steps run while the trainer works. Groups that are staler than n +
-    sync_every - 1 steps are dropped and counted."""
+    """0: synchronous. n: the rollouts of the next n steps run while the trainer works. A group
+    that is more than n + sync_every - 1 steps old is dropped and counted."""
     eval_every: int = Field(0, ge=0)
     """Evaluate on held-out instances before the first step, every n steps and at the end. 0: never."""
     eval_instances: int = Field(8, ge=1)

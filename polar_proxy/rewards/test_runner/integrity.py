@@ -57,8 +57,10 @@ class Integrity:
         return False
 
     def _watch_assertions(self) -> None:
-        """Make unittest's assertions record whether an argument equals a new object that it cannot know. Such an
-        argument equals any object."""
+        """Make unittest's assertions compare each argument with a fresh object, and record whether one is equal.
+
+        An argument that equals a fresh object would pass any assertion of equality.
+        """
 
         def watched(assertion: Any) -> Any:
             @functools.wraps(assertion)

@@ -117,9 +117,9 @@ class MaintenanceRepository(Repository):
     ) -> PruneResult:
         """Delete rollouts that ended before `before` (seconds since the epoch), with their sessions.
 
-        Rollouts without a final status stay. Sessions that have no rollout are deleted too if their last call was before
-        `before`. If such a session is not closed yet, its calls, rewards and remarks are deleted, but the session
-        stays, so that its key remains valid. Nodes, settings and engines stay (see `vacuum`).
+        Rollouts without a final status stay. Sessions without a rollout are deleted too if their last call was before
+        `before`. If such a session is not closed yet, its calls, rewards and remarks are deleted, but the session stays
+        so that its key remains valid. Nodes, settings and engines stay (see `vacuum`).
 
         With `where`, delete only rollouts that meet these conditions, and no session without a rollout.
         """

@@ -179,7 +179,7 @@ def artifact_path(folder: Path, sha256: str) -> Path:
 
 
 def write_artifact(folder: Path, data: bytes) -> str:
-    """Write the data under its SHA-256, unless that file exists, and return the hash."""
+    """Store the data in a file named by its SHA-256, and return the hash. An existing file is kept."""
     sha256 = hashlib.sha256(data).hexdigest()
     path = artifact_path(folder, sha256)
     try:
