@@ -88,7 +88,7 @@ class CallIndex:
     by_conversation: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """Answers by the key of the conversation that ends with the answer."""
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers by the key of all assistant turns up to the answer."""
+    """Answers by a key of all assistant turns of their conversation, the answer included."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
     """Calls by the digest of their answer together with the message before the answer. A call whose answer is long or
     has tool calls is also found by the key (digest of the answer, ids of its tool calls), because such an answer alone
