@@ -48,8 +48,8 @@ def as_sampled(request: RequestContext, engine_request: EngineRequest) -> Engine
 
 
 def apply_policy(sampling: Sampling, policy: Json, *, hosted: bool = False) -> Sampling:
-    """Return the parameters with the session's sampling policy applied and, unless the model is hosted, every default
-    written out.
+    """Return the parameters as the session's sampling policy changes them. Unless the model is hosted, also set every
+    missing parameter to its default.
 
     `policy` may hold the parameters in `_REPLACED`; each replaces the client's value. It may also hold max_tokens, an
     upper limit for the client's value. If the client gave no max_tokens, the limit becomes the value.

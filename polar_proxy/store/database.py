@@ -110,7 +110,7 @@ class _WriteLock:
 
     @asynccontextmanager
     async def other(self) -> AsyncIterator[None]:
-        """Wait until a writer outside of the worker thread may run. Keep all other writers out until the block ends."""
+        """Wait until no transaction of the worker thread and no other writer runs. Keep both out until the block ends."""
         self._others_wait += 1
         try:
             await self._until(lambda: not (self._other_runs or self._in_worker))
@@ -475,7 +475,7 @@ def is_unavailable(error: BaseException | None) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what caused it, outermost first."""
+    """Yield an error, its cause, the cause's own cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__
