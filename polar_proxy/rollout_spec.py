@@ -49,7 +49,7 @@ class SessionBudget(DocumentedModel):
     max_idle_seconds: float | None = Field(None, gt=0)
     """Budget: seconds without a call, from the end of one call to the start of the next."""
     max_repeats: int | None = Field(None, ge=2, le=MAX_INTEGER)
-    """Budget: number of equal calls, to end an agent that is in a loop. Calls are equal if they have the same request,
+    """Budget: number of equal calls. This limit stops an agent in a loop. Calls are equal if they have the same request,
     or if they follow each other and have the same answer."""
     at_budget: Literal["refuse", "stop"] = "refuse"
     """Answer to calls after a budget is spent: refuse (an error), or stop (a text by Polar that asks the agent to

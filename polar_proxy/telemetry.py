@@ -46,7 +46,7 @@ _PAUSE_SECONDS = 1.0
 """Seconds that a span waits for further spans, so that all are sent in one batch."""
 _END_SECONDS = 10.0
 _NEWEST_MESSAGES, _LONGEST_TEXT = 50, 4000
-"""Maximum number of messages sent for a call, and of characters sent of each text."""
+"""Number of a call's messages that are sent, and number of characters of each text that are sent, at most."""
 _REQUEST_ATTRIBUTES = {
     "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p",

@@ -110,7 +110,7 @@ class _WriteLock:
 
     @asynccontextmanager
     async def other(self) -> AsyncIterator[None]:
-        """Wait until no transaction of the worker thread and no other writer runs. Keep both out until the block ends."""
+        """Wait until neither the worker thread nor another writer writes. Keep both out until the block ends."""
         self._others_wait += 1
         try:
             await self._until(lambda: not (self._other_runs or self._in_worker))
@@ -300,8 +300,8 @@ class Database:
         """Write a row and commit, on a separate connection. Raises StoreError if nothing can be stored now.
 
         If a write of this process ended in the last second, nothing is written (for SQLite, only the free space is
-        checked). Under load, the writes of this process hold SQLite's lock most of the time, so that the probe may time
-        out or not get the lock. This is no error if a write of this process ended meanwhile or is still running.
+        checked). Under load, the probe may time out or not get SQLite's lock, because this process's own writes hold
+        the lock most of the time. If one of them ended during the probe, or is still running, no error is raised.
         """
         began = time.monotonic()
         try:

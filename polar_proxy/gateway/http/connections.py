@@ -120,7 +120,7 @@ class LimitedConnection(asyncio.Protocol):
 
     @abstractmethod
     def reads_whole(self) -> bool:
-        """Return whether the next bytes are one piece of content, so that they need no slicing."""
+        """Return whether all bytes that come next belong to one piece of content. They are then parsed unsliced."""
 
     @abstractmethod
     def reading_paused(self) -> bool:
