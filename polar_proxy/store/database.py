@@ -90,7 +90,7 @@ class _WriteLock:
 
     def __init__(self) -> None:
         self.since: float | None = None
-        """When the write that is running began, by the monotonic clock; None if none is running."""
+        """Start of the write that is running now, by the monotonic clock; None if no write is running."""
         self._in_worker = 0
         """Number of transactions that the worker thread runs or will run."""
         self._other_runs = False

@@ -44,7 +44,7 @@ _STREAMED_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
 
 
 class _TextNames(NamedTuple):
-    """The names in the events of a text: of the text, of its part, and of the field with the part's index."""
+    """Names that the events of a text use for the text, for its part, and for the field with the part's index."""
 
     text: str
     part: str

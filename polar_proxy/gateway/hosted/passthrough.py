@@ -39,7 +39,7 @@ _MESSAGES: dict[str, tuple[str, Any]] = {
 }
 """For each dialect: the field that holds the messages, and a value of this field that Polar can parse."""
 _TOOL_FIELDS = ("tools", "mcp_servers", "web_search_options")
-"""Fields that can offer tools which the provider runs."""
+"""Fields of a body that may contain provider-side tools."""
 
 
 def check_passthrough(settings: GatewaySettings) -> None:
