@@ -90,7 +90,7 @@ class RolloutSpec(SessionBudget):
 
     @classmethod
     def read(cls, value: Json) -> Self:
-        """Read a stored specification. Raises UsageError for one that this version cannot read."""
+        """Read stored options. Raises UsageError if this version cannot read them."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:

@@ -21,7 +21,7 @@ __unittest = True  # unittest leaves the frames of this module out of its traceb
 
 
 class Integrity:
-    """A record of the functions that decide whether a test passes, made before any code of the agent is imported.
+    """A record of the functions that decide whether a test passes. Make it before any code of the agent is imported.
 
     `signs` reports functions that were changed or replaced since then. It ignores a replacement that is defined in a
     Python file that the patch did not change, because projects change their test library themselves.
