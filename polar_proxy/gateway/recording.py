@@ -284,8 +284,8 @@ def _make_record(
 ) -> CallRecord:
     """Return the record of a call.
 
-    Status `ok` becomes `budget` if Polar gave the answer itself, or else `no_tokens` if token ids or log-probabilities
-    are missing.
+    Status `ok` becomes `budget` if Polar gave the answer itself. It becomes `no_tokens` if the engine's answer lacks
+    token ids or log-probabilities.
     """
     answer, lineage, plan = call.answer, call.lineage, call.plan
     engine = call.engine.served.engine.info

@@ -40,7 +40,7 @@ from polar_proxy.types import ChatRequest, Json, SampleEvent, ToolCall, ToolDelt
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _STREAMED_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
-"""The field of a tool call's item that is streamed, by the item's type. Other items are sent in one piece."""
+"""Items of tool calls by type, each with the field that is streamed. Other items are sent in one piece."""
 
 
 class _TextNames(NamedTuple):
