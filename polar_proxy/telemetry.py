@@ -318,7 +318,7 @@ def _rollout_ids(row: RolloutRow) -> Json:
 
 
 def _evaluations(ended: EndedRollout) -> list[Any]:
-    """Return an event for each reward, as `gen_ai.evaluation.result`."""
+    """Return an event `gen_ai.evaluation.result` for each reward that has a value."""
     from opentelemetry.sdk.trace import Event
 
     return [

@@ -18,9 +18,8 @@ from polar_proxy.gateway.reply import Reply
 from polar_proxy.types import ChatRequest, EngineRequest, Json, SampleEvent, Sampling
 
 _DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""OpenAI's defaults of the parameters for which an engine would otherwise take values of the model's generation_config.
-Every engine except a hosted provider gets these defaults, so that the record shows the distribution from which the
-answer was sampled."""
+"""Values of parameters that are not set. Without them, an engine would use values of the model's generation_config,
+and the record would not show the distribution from which the answer was sampled. Hosted providers do not get them."""
 
 _REPLACED = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),

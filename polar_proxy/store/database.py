@@ -156,7 +156,7 @@ class Database:
         self._reader_engine: Engine | None = None
         self._checkpointer: Checkpointer | None = None
         self._async_engines: list[AsyncEngine] = []
-        """`_writer` and `_reader`, if they were used."""
+        """The engines that `_writer` and `_reader` have made so far."""
         if self.path is not None:
             # aiosqlite changes threads three times per statement. `read` and `write` therefore use separate connections
             # in separate threads, where a whole transaction takes one change of threads.

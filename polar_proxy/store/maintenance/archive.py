@@ -80,7 +80,7 @@ class ArchiveRepository(Repository):
         progress: ProgressCallback = no_progress,
         models: ColumnChecks = MappingProxyType({}),
     ) -> ArchiveCounts:
-        """Import a whole archive in one transaction (see `archive_import`), or nothing if it raises StoreError.
+        """Import an archive completely, in one transaction (see `archive_import`). Raises StoreError if this fails.
 
         `models`: functions that check the values of some JSON columns. The caller gives these functions, because the
         store cannot import the models of the values.
