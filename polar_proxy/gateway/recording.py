@@ -396,9 +396,9 @@ def _weight_version_of(answer: Answer, before: str | None, after: str | None) ->
 
 
 def _version_runs(choice: AnswerChoice, weight_version: str | None) -> tuple[tuple[int, str], ...]:
-    """Return (first position, policy version) of each stretch of tokens that one policy version sampled.
+    """Return the stretches of tokens that one policy version sampled, each as (first position, policy version).
 
-    Empty if the engine reported no version with the tokens, or if all of them have the version `weight_version`.
+    The result is empty if the engine reported no version with the tokens, or if `weight_version` sampled all of them.
     """
     versions = [version for _, version in choice.versions]
     return () if versions in ([], [weight_version]) else tuple(choice.versions)

@@ -1,4 +1,4 @@
-"""Detect that the agent's code, in the process of the tests, changed assertions or made objects that equal anything."""
+"""Detect that the agent's code tampers with its tests: by changed assertions, or by objects that equal anything."""
 
 from __future__ import annotations
 
