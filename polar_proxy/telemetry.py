@@ -76,11 +76,10 @@ async def traced(
     observe: Callable[[Callable[[CallRecord], None]], None],
     rollout_of: Callable[[str], str | None],
 ) -> AsyncIterator[Callable[[str], None]]:
-    """Send traces until the block ends. Yield a function, to be called with the id of a rollout when an attempt at it
-    has ended.
+    """Send traces until the block ends. Yield a function. Call this function with a rollout's id after each attempt.
 
-    `observe` registers a function for recorded calls, `rollout_of` returns the rollout of a session. Raises UsageError
-    if the packages are not installed.
+    `observe` registers a function that is called with each recorded call. `rollout_of` returns the rollout of a
+    session. Raises UsageError if the packages are not installed.
     """
     if settings.endpoint is None:
         yield lambda rollout_id: None

@@ -90,9 +90,9 @@ class CallIndex:
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """Answers by a key of all assistant turns of their conversation, the answer included."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
-    """Calls by the digest of their answer together with the message before the answer. A call whose answer is long or
-    has tool calls is also found by the key (digest of the answer, ids of its tool calls), because such an answer alone
-    identifies its call."""
+    """Calls by the digest of two messages: the answer, and the message before it. If the answer is long or has tool
+    calls, the answer alone identifies its call. Such a call is also found by the key (digest of the answer, ids of its
+    tool calls)."""
     threads: dict[str, CallNode] = field(default_factory=dict)
     """The newest call of each of the harness's own threads."""
     newest: CallNode | None = None

@@ -82,10 +82,10 @@ class UnstorableValueError(StoreError):
 class _WriteLock:
     """Lets the SQLite writers of this process take turns: either the worker thread writes, or one other writer.
 
-    A transaction of the worker thread waits here only for the other writers that are writing already or came first. The
-    transactions of the worker thread do not wait here for each other, because the thread runs them one after the other
-    anyway. If they waited, each would begin only after the event loop has learned that the previous one has ended. A
-    busy event loop takes much longer to learn this than the transaction takes.
+    The transactions of the worker thread wait here only for other writers that came first. They do not wait for each
+    other, because the thread runs them one after the other anyway. If they waited here, each would begin only when the
+    event loop notices the end of the previous one. A busy event loop needs much longer for this than a transaction
+    takes.
     """
 
     def __init__(self) -> None:
