@@ -49,8 +49,8 @@ class SessionBudget(DocumentedModel):
     max_idle_seconds: float | None = Field(None, gt=0)
     """Budget: seconds without a call, from the end of one call to the start of the next."""
     max_repeats: int | None = Field(None, ge=2, le=MAX_INTEGER)
-    """Budget: number of equal calls, to end an agent that is in a loop. Calls are equal if they have the same request,
-    or if they follow each other and have the same answer."""
+    """Budget: number of equal calls. This limit stops an agent in a loop. Calls are equal if they have the same
+    request, or if they follow each other and have the same answer."""
     at_budget: Literal["refuse", "stop"] = "refuse"
     """Answer to calls after a budget is spent: refuse (an error), or stop (a text by Polar that asks the agent to
     finish; after ten such answers, an error). This text is never trained on."""
@@ -90,7 +90,7 @@ class RolloutSpec(SessionBudget):
 
     @classmethod
     def read(cls, value: Json) -> Self:
-        """Read a stored specification. Raises UsageError for one that this version cannot read."""
+        """Read stored options. Raises UsageError if this version cannot read them."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:

@@ -46,7 +46,7 @@ _PAUSE_SECONDS = 1.0
 """Seconds that a span waits for further spans, so that all are sent in one batch."""
 _END_SECONDS = 10.0
 _NEWEST_MESSAGES, _LONGEST_TEXT = 50, 4000
-"""Maximum number of messages sent for a call, and of characters sent of each text."""
+"""Number of a call's messages that are sent, and number of characters of each text that are sent, at most."""
 _REQUEST_ATTRIBUTES = {
     "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p",
@@ -76,11 +76,10 @@ async def traced(
     observe: Callable[[Callable[[CallRecord], None]], None],
     rollout_of: Callable[[str], str | None],
 ) -> AsyncIterator[Callable[[str], None]]:
-    """Send traces until the block ends. Yield a function, to be called with the id of a rollout when an attempt at it
-    has ended.
+    """Send traces until the block ends. Yield a function. Call this function with a rollout's id after each attempt.
 
-    `observe` registers a function for recorded calls, `rollout_of` returns the rollout of a session. Raises UsageError
-    if the packages are not installed.
+    `observe` registers a function that is called with each recorded call. `rollout_of` returns the rollout of a
+    session. Raises UsageError if the packages are not installed.
     """
     if settings.endpoint is None:
         yield lambda rollout_id: None
@@ -318,7 +317,7 @@ def _rollout_ids(row: RolloutRow) -> Json:
 
 
 def _evaluations(ended: EndedRollout) -> list[Any]:
-    """Return an event for each reward, as `gen_ai.evaluation.result`."""
+    """Return an event `gen_ai.evaluation.result` for each reward that has a value."""
     from opentelemetry.sdk.trace import Event
 
     return [

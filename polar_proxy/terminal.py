@@ -44,7 +44,7 @@ def escape_json_controls(document: str) -> str:
 
 
 class JsonOutput(io.RawIOBase):
-    """Standard output for JSON lines, without control characters in them."""
+    """Standard output for JSON lines. Control characters are written as JSON escapes."""
 
     def writable(self) -> bool:
         return True
@@ -119,8 +119,8 @@ class JsonLogFormatter(logging.Formatter):
 class LogHandler(logging.Handler):
     """Writes Polar's log records, and the warnings and errors of libraries, to standard error.
 
-    While a live table is shown, the table replaces `sys.stderr` and prints the lines of the log above itself. So
-    `sys.stderr` is looked up for each record.
+    `sys.stderr` is looked up for each record, because a live table replaces `sys.stderr` while the table is shown. Log
+    lines then appear above the table.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,6 +1,6 @@
 """The HTTP API: jobs, rollouts, rewards, the trainer feed, training runs, and the server itself.
 
-It is one router below `/api/v1`, for the gateway to include, or a separate application.
+All routes are below `/api/v1`. They are served by the gateway, or by an application of their own.
 """
 
 from __future__ import annotations

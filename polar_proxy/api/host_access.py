@@ -24,8 +24,8 @@ from polar_proxy.tasks import Task, is_family
 def code_of_request(context: ApiContext, body: JobRequest) -> AllowedCode:
     """Return the Python code (`MODULE:NAME`) that a job request and its tasks may use, as the settings allow.
 
-    If a command in this process, such as `polar run`, made the request, the code that the request names as its task
-    source or harness is allowed, too.
+    If the request comes from a command in this process, such as `polar submit` without a server, also allow the code
+    that the request names as its task source or harness.
     """
     named = (body.task or "", body.harness) if context.from_this_process else ()
     return context.settings.code(*named)

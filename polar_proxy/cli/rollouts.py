@@ -88,7 +88,9 @@ def run(
     seed: options.Seed = None,
     instances: options.Instances = None,
     rollout_options: Json,
-    samples: Annotated[int | None, typer.Option(min=1, help="Number of rollouts of each task (a group).")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Number of rollouts of each task. They form a group.")
+    ] = None,
     repeat_of: Annotated[
         str | None, typer.Option(metavar="ROLLOUT", help=field_descriptions(JobSpec)["repeat_of"])
     ] = None,
@@ -212,7 +214,9 @@ JobId = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints
 def submit(
     task: Annotated[
         str | None,
-        typer.Argument(help="As for `polar run`. A server reads only files in the folders of its setting api.folders."),
+        typer.Argument(
+            help="Like TASK of `polar run`, but a server reads only files in the folders of its setting api.folders."
+        ),
     ] = None,
     *,
     seed: options.Seed = None,

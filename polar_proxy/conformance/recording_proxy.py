@@ -155,7 +155,7 @@ class _ResponseObserver:
 
 
 class _ProxiedConnection:
-    """A connection of a client, paired with one to the gateway."""
+    """A client's connection to the proxy, together with the proxy's connection to the gateway."""
 
     def __init__(self, proxy: RecordingProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._proxy = proxy

@@ -71,7 +71,7 @@ class ScenarioRun:
         return [request for request in self.model.requests if request.kind == kind]
 
     def last_request(self, step: int) -> ReceivedRequest | None:
-        """Return the last request of the main conversation that asks for this step."""
+        """Return the main conversation's last request for this step of the script; None if there was no request."""
         return next((request for request in reversed(self.requests()) if request.step == step), None)
 
 

@@ -115,7 +115,7 @@ class PendingCall:
     shown: Answer | None = None
     """The answer as the agent gets it, if a hook changed it."""
     final_answer: str | None = None
-    """Polar's own answer in place of the engine's, because the session's budget is spent."""
+    """Answer by Polar instead of the engine, if the session's budget is spent."""
 
     @property
     def agents_answer(self) -> Answer:
@@ -184,10 +184,10 @@ class CallRecorder:
         `reservation`: the reservation of these calls in the session's budget. Each call is counted there, even if it
         cannot be recorded.
 
-        A call that cannot be recorded counts as lost, so that its session is not trained on. The only exception is a
-        request that can still be refused as if nothing had been sampled. Such a request has one call, the session's
-        calls must be recorded, the agent has no part of the answer yet (`reply_started` is False), and the commit has
-        certainly failed.
+        A call that cannot be recorded counts as lost, so that its session is not trained on. Exception: the request can
+        still be refused as if nothing had been sampled. For this, the request must have only one call, the session must
+        require records, the agent must have no part of the answer yet (`reply_started` is False), and the commit must
+        have failed for certain.
         """
         failure: StoreError | None = None
         ended_at = time.time()
@@ -284,8 +284,8 @@ def _make_record(
 ) -> CallRecord:
     """Return the record of a call.
 
-    Status `ok` becomes `budget` if Polar gave the answer itself, or else `no_tokens` if token ids or log-probabilities
-    are missing.
+    Status `ok` becomes `budget` if Polar gave the answer itself. It becomes `no_tokens` if the engine's answer lacks
+    token ids or log-probabilities.
     """
     answer, lineage, plan = call.answer, call.lineage, call.plan
     engine = call.engine.served.engine.info
@@ -396,9 +396,9 @@ def _weight_version_of(answer: Answer, before: str | None, after: str | None) ->
 
 
 def _version_runs(choice: AnswerChoice, weight_version: str | None) -> tuple[tuple[int, str], ...]:
-    """Return (first position, policy version) of each stretch of tokens that one policy version sampled.
+    """Return the stretches of tokens that one policy version sampled, each as (first position, policy version).
 
-    Empty if the engine reported no version with the tokens, or if all of them have the version `weight_version`.
+    The result is empty if the engine reported no version with the tokens, or if `weight_version` sampled all of them.
     """
     versions = [version for _, version in choice.versions]
     return () if versions in ([], [weight_version]) else tuple(choice.versions)

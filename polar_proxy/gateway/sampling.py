@@ -18,9 +18,8 @@ from polar_proxy.gateway.reply import Reply
 from polar_proxy.types import ChatRequest, EngineRequest, Json, SampleEvent, Sampling
 
 _DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""OpenAI's defaults of the parameters for which an engine would otherwise take values of the model's generation_config.
-Every engine except a hosted provider gets these defaults, so that the record shows the distribution from which the
-answer was sampled."""
+"""Values of parameters that are not set. Without them, an engine would use values of the model's generation_config,
+and the record would not show the distribution from which the answer was sampled. Hosted providers do not get them."""
 
 _REPLACED = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
@@ -48,8 +47,8 @@ def as_sampled(request: RequestContext, engine_request: EngineRequest) -> Engine
 
 
 def apply_policy(sampling: Sampling, policy: Json, *, hosted: bool = False) -> Sampling:
-    """Return the parameters with the session's sampling policy applied and, unless the model is hosted, every default
-    written out.
+    """Return the parameters as the session's sampling policy changes them. Unless the model is hosted, also set every
+    missing parameter to its default.
 
     `policy` may hold the parameters in `_REPLACED`; each replaces the client's value. It may also hold max_tokens, an
     upper limit for the client's value. If the client gave no max_tokens, the limit becomes the value.

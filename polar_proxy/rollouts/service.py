@@ -185,9 +185,9 @@ class RolloutService:
         return job, is_new
 
     async def cancel(self, job_group_or_rollout: str) -> list[str]:
-        """Cancel a job, a group or a rollout by its id; return the affected rollouts that any process had in flight.
+        """Cancel a job, a group or a rollout by its id. Return the cancelled rollouts that were in flight.
 
-        When this returns, none of them runs in this process; other processes end theirs within their
+        At the return, rollouts in flight in this process have ended. Other processes end theirs within their
         `poll_seconds`. Raises UsageError for an unknown id."""
         in_flight = await cancel(self._store, job_group_or_rollout)
         self._settled.set()

@@ -29,7 +29,7 @@ of a tool call, an answer, and a line of an answer."""
 _MIN_TURN = 200
 """An assistant turn without tool calls identifies its conversation if it has at least this many characters."""
 _QUOTABLE = 32
-"""A new conversation is searched for the quotes of at most this many calls, the newest ones."""
+"""Number of the newest calls with quotes that are kept. Their quotes are looked for in a new conversation."""
 
 CallState = Literal["running"] | CallStatus
 QuoteKind = Literal["agent_prompt", "argument", "summary", "answer"]
@@ -86,19 +86,19 @@ class CallIndex:
     by_request: dict[bytes, list[CallNode]] = field(default_factory=dict)
     """Calls by the key of their request's messages."""
     by_conversation: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers by the key of the conversation that ends with the answer."""
+    """Answers by a key of their conversation: all messages of the request, then the answer."""
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers by the key of all assistant turns up to the answer."""
+    """Answers by a key of all assistant turns of their conversation, the answer included."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
-    """Calls by the digest of their answer together with the message before the answer. A call whose answer is long or
-    has tool calls is also found by the key (digest of the answer, ids of its tool calls), because such an answer alone
-    identifies its call."""
+    """Calls by the digest of two messages: the answer, and the message before it. If the answer is long or has tool
+    calls, the answer alone identifies its call. Such a call is also found by the key (digest of the answer, ids of its
+    tool calls)."""
     threads: dict[str, CallNode] = field(default_factory=dict)
     """The newest call of each of the harness's own threads."""
     newest: CallNode | None = None
     """The newest call that is neither a side call nor a compaction request."""
     quotable: list[CallNode] = field(default_factory=list)
-    """The newest calls with quotes, the newest last."""
+    """The newest calls that have `quotes`, newest last."""
     compactions: list[CallNode] = field(default_factory=list)
 
     def parent_of(self, node: CallNode) -> CallNode | None:
@@ -136,7 +136,7 @@ class CallIndex:
             del self.quotable[:-_QUOTABLE]
 
     def repeats(self, node: CallNode) -> int:
-        """Return how often an answered call was repeated, itself included.
+        """Return how often an answered call was made, repetitions included.
 
         This is the larger of two numbers: how many answered calls have the same request, and how many consecutive
         calls, up to this one, have the same answer.

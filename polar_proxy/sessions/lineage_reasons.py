@@ -66,5 +66,5 @@ _REASONS = LINEAGE_REASONS | {rule.name: f"{rule.reason} Seen in {rule.seen}." f
 
 
 def reason_of(rule: str | None) -> str | None:
-    """Return why a rule gives its edge; None without a rule, and for a rule that this version does not have."""
+    """Return the reason of a rule. If `rule` is None, or this version has no such rule, return None."""
     return _REASONS.get(rule or "")

@@ -82,15 +82,15 @@ class UnstorableValueError(StoreError):
 class _WriteLock:
     """Lets the SQLite writers of this process take turns: either the worker thread writes, or one other writer.
 
-    A transaction of the worker thread waits here only for the other writers that are writing already or came first. The
-    transactions of the worker thread do not wait here for each other, because the thread runs them one after the other
-    anyway. If they waited, each would begin only after the event loop has learned that the previous one has ended. A
-    busy event loop takes much longer to learn this than the transaction takes.
+    The transactions of the worker thread wait here only for other writers that came first. They do not wait for each
+    other, because the thread runs them one after the other anyway. If they waited here, each would begin only when the
+    event loop notices the end of the previous one. A busy event loop needs much longer for this than a transaction
+    takes.
     """
 
     def __init__(self) -> None:
         self.since: float | None = None
-        """When the write that is running began, by the monotonic clock; None if none is running."""
+        """Start of the write that is running now, by the monotonic clock; None if no write is running."""
         self._in_worker = 0
         """Number of transactions that the worker thread runs or will run."""
         self._other_runs = False
@@ -110,7 +110,7 @@ class _WriteLock:
 
     @asynccontextmanager
     async def other(self) -> AsyncIterator[None]:
-        """Wait until a writer outside of the worker thread may run. Keep all other writers out until the block ends."""
+        """Wait until neither the worker thread nor another writer writes. Keep both out until the block ends."""
         self._others_wait += 1
         try:
             await self._until(lambda: not (self._other_runs or self._in_worker))
@@ -156,7 +156,7 @@ class Database:
         self._reader_engine: Engine | None = None
         self._checkpointer: Checkpointer | None = None
         self._async_engines: list[AsyncEngine] = []
-        """`_writer` and `_reader`, if they were used."""
+        """The engines that `_writer` and `_reader` have made so far."""
         if self.path is not None:
             # aiosqlite changes threads three times per statement. `read` and `write` therefore use separate connections
             # in separate threads, where a whole transaction takes one change of threads.
@@ -260,7 +260,10 @@ class Database:
         return await self.write_in_thread(lambda: None, lambda connection, _: work(connection), patience)
 
     async def run_exclusive(self, work: Callable[[], T]) -> T:
-        """Run `work`, which writes on its own connection, in a thread while no other writer of this process runs."""
+        """Run `work` in a thread. No other writer of this process runs meanwhile.
+
+        Use this for `work` that writes on its own connection.
+        """
         async with self._write_lock.other():
             return await asyncio.to_thread(work)
 
@@ -297,8 +300,8 @@ class Database:
         """Write a row and commit, on a separate connection. Raises StoreError if nothing can be stored now.
 
         If a write of this process ended in the last second, nothing is written (for SQLite, only the free space is
-        checked). Under load, the writes of this process hold SQLite's lock most of the time, so that the probe may time
-        out or not get the lock. This is no error if a write of this process ended meanwhile or is still running.
+        checked). Under load, the probe may time out or not get SQLite's lock, because this process's own writes hold
+        the lock most of the time. If one of them ended during the probe, or is still running, no error is raised.
         """
         began = time.monotonic()
         try:
@@ -472,7 +475,7 @@ def is_unavailable(error: BaseException | None) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what caused it, outermost first."""
+    """Yield an error, its cause, the cause's own cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__

@@ -50,7 +50,7 @@ class LoraSettings(BaseModel):
 
     rank: int = Field(16, ge=1)
     scale: float = Field(2.0, gt=0)
-    """alpha / rank: the factor of the product of the two small matrices."""
+    """alpha / rank. The product of the adapter's two matrices is multiplied by this number."""
     targets: str | tuple[str, ...] = "all-linear"
     """Names of modules, or `all-linear`: every linear layer except the head."""
     adapter_name: str | None = None
@@ -86,8 +86,8 @@ class GrpoConfig(BaseModel):
     """Replace groups without a signal (rewards all equal) by further groups, in at most three more rounds per step
     (DAPO, arXiv 2503.14476)."""
     max_async_steps: int = Field(0, ge=0)
-    """0: synchronous. n: the rollouts of the next n steps run while the trainer works. Groups that are staler than n +
-    sync_every - 1 steps are dropped and counted."""
+    """0: synchronous. n: the rollouts of the next n steps run while the trainer works. A group
+    that is more than n + sync_every - 1 steps old is dropped and counted."""
     eval_every: int = Field(0, ge=0)
     """Evaluate on held-out instances before the first step, every n steps and at the end. 0: never."""
     eval_instances: int = Field(8, ge=1)
@@ -264,9 +264,9 @@ class GrpoConfig(BaseModel):
     def max_staleness(self) -> int | None:
         """Maximum staleness of a group, in steps; None: no limit.
 
-        A group waits to start while it is expected to exceed the limit on delivery. A group that exceeds the limit is
-        dropped. The limit includes `sync_every - 1` steps, because the engine's weights may be that old when a rollout
-        starts.
+        If a group would probably exceed the limit when it is delivered, it does not start yet. A group that exceeds the
+        limit is dropped. The limit includes `sync_every - 1` steps, because the engine's weights may be that old when a
+        rollout starts.
         """
         return self.max_async_steps + self.sync_every - 1 if self.max_async_steps else None
 

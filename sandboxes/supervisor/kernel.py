@@ -74,8 +74,8 @@ def enter_namespaces(pid: int, with_rights: Callable[[], None]) -> None:
 
 
 def mount_image(image: str, folder: str) -> None:
-    """Mount the file system that a file contains, in a new mount namespace of this process. Raises OSError if a step
-    fails.
+    """Mount the file `image`, which contains a file system, in a new mount namespace of this process. Raises OSError
+    if a step fails.
 
     Nothing has to be unmounted: the file is released when the last process of the namespace ends.
     """

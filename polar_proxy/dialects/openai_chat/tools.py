@@ -32,7 +32,7 @@ class ChatTools:
     legacy: bool = False
     """True if the tools came in the deprecated field `functions`."""
     of_provider: tuple[str, ...] = ()
-    """Types of the tools that the provider itself runs. They are not offered."""
+    """Types of the tools that the provider itself runs. They are not in `offered`."""
 
     def choose(self, choice: Any, path: str) -> tuple[str | Json | None, tuple[Json, ...]]:
         """Return (tool_choice, tools) for the engine. `choice` is the value of the body's field, `path` the name of the
@@ -122,7 +122,7 @@ def _custom_function(name: str, custom: Json) -> Json:
 def _referenced_name(reference: Any) -> str | None:
     """Return the name in a reference to a tool, such as {"type": "custom", "custom": {"name": "patch"}}.
 
-    The choice of a legacy function is its name alone: {"name": "bash"}.
+    A reference to a legacy function has only the name: {"name": "bash"}.
     """
     if not isinstance(reference, dict):
         return None

@@ -172,8 +172,8 @@ class OpenAIResponses(OpenAIDialect):
 def _answered_item(shown: Json, exact: Mapping[AnswerPart, Json]) -> ConversationItem:
     """Return one item of an answer in the form in which a conversation stores it.
 
-    `shown`: the item as the client gets it. `exact`: all items of the answer by `ItemId.part`, with the arguments of
-    tool calls as they were sampled.
+    `shown`: the item as the client gets it. `exact`: all items of the answer by `ItemId.part`; their tool calls have
+    the arguments that the model sampled.
     """
     identity = ItemId.read(shown["id"])
     assert identity is not None

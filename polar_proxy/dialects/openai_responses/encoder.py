@@ -40,11 +40,11 @@ from polar_proxy.types import ChatRequest, Json, SampleEvent, ToolCall, ToolDelt
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _STREAMED_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
-"""The field of a tool call's item that is streamed, by the item's type. Other items are sent in one piece."""
+"""Items of tool calls by type, each with the field that is streamed. Other items are sent in one piece."""
 
 
 class _TextNames(NamedTuple):
-    """The names in the events of a text: of the text, of its part, and of the field with the part's index."""
+    """Names that the events of a text use for the text, for its part, and for the field with the part's index."""
 
     text: str
     part: str
@@ -102,7 +102,7 @@ class ResponsesEncoder(Encoder):
     _waiting_texts: list[tuple[str, str]] = field(default_factory=list, init=False)
     """Texts that arrived while a tool call was open, each as (`message` or `reasoning`, text)."""
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
-    """The reasoning and the tokens so far. The log-probabilities of a message are looked up here when it is closed."""
+    """The reasoning and the tokens so far. At the end of a message, its log-probabilities are taken from here."""
 
     # The stream.
 
@@ -385,7 +385,7 @@ class ResponsesEncoder(Encoder):
 
 
 def usage_object(answer: Answer) -> Json | None:
-    """Return the token counts of an answer; None if they are unknown, as in a record without token ids and usage."""
+    """Return the token counts of an answer. If the answer has neither token ids nor usage, return None."""
     if answer.prompt_ids is None and answer.usage is None:
         return None
     return {

@@ -43,7 +43,7 @@ def attend_by_sequence(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from each sequence to its own past only. An attention function for Transformers.
+    """Return the attention of each sequence to its own past only. Transformers calls this as its attention function.
 
     query [rows, query heads, new, head_dim]; keys and values: per row [heads, length, head_dim], from `SequenceCache`.
     Returns [rows, new, query heads, head_dim].

@@ -1,4 +1,4 @@
-"""The WebSocket between Polar and a provider. Each WebSocket of an agent has one."""
+"""The WebSocket between Polar and a provider. Polar opens a separate one for each WebSocket of an agent."""
 
 from __future__ import annotations
 

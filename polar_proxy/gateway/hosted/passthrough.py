@@ -39,7 +39,7 @@ _MESSAGES: dict[str, tuple[str, Any]] = {
 }
 """For each dialect: the field that holds the messages, and a value of this field that Polar can parse."""
 _TOOL_FIELDS = ("tools", "mcp_servers", "web_search_options")
-"""Fields that can offer tools which the provider runs."""
+"""Fields of a body that may contain provider-side tools."""
 
 
 def check_passthrough(settings: GatewaySettings) -> None:
@@ -120,7 +120,7 @@ def answered_by_polar(request: RequestContext) -> RequestContext:
 
 
 def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
-    """Return the record of a body that Polar cannot parse: the JSON text of each message takes the message's place.
+    """Return the record of a body that Polar cannot parse. Each message is recorded as its JSON text.
     Raises RequestError if the body cannot be written as JSON again."""
     name, readable = _MESSAGES[dialect.name]
     given = body.get(name)
@@ -152,7 +152,8 @@ def _provider_tools(dialect: Dialect, body: Json) -> tuple[str, ...]:
 class PassthroughEncoder(Encoder):
     """Encodes the answer as the provider's own bytes.
 
-    The end of a stream, and the whole of any other answer, is held back until the call is recorded.
+    Until the call is recorded, the last piece of a stream is held back. An answer that is not streamed is held back as
+    a whole.
     """
 
     inner: Callable[..., Encoder] = field(kw_only=True)

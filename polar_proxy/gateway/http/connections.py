@@ -111,7 +111,7 @@ class LimitedConnection(asyncio.Protocol):
     """Number of bytes of the answer that the client had not read at the last check."""
     _answer_timer: asyncio.TimerHandle | None = None
     _pace: BodyPace | None = None
-    """How fast the current body arrives; None while this is not measured."""
+    """Measures how fast the current body arrives; None while nothing is measured."""
     _pace_timer: asyncio.TimerHandle | None = None
 
     @abstractmethod
@@ -120,7 +120,7 @@ class LimitedConnection(asyncio.Protocol):
 
     @abstractmethod
     def reads_whole(self) -> bool:
-        """Return whether the next bytes are one piece of content, so that they need no slicing."""
+        """Return whether all bytes that come next belong to one piece of content. They are then parsed unsliced."""
 
     @abstractmethod
     def reading_paused(self) -> bool:

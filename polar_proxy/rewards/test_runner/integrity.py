@@ -1,4 +1,4 @@
-"""Detect that the agent's code, in the process of the tests, changed assertions or made objects that equal anything."""
+"""Detect that the agent's code tampers with its tests: by changed assertions, or by objects that equal anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __unittest = True  # unittest leaves the frames of this module out of its traceb
 
 
 class Integrity:
-    """A record of the functions that decide whether a test passes, made before any code of the agent is imported.
+    """A record of the functions that decide whether a test passes. Make it before any code of the agent is imported.
 
     `signs` reports functions that were changed or replaced since then. It ignores a replacement that is defined in a
     Python file that the patch did not change, because projects change their test library themselves.
@@ -57,8 +57,10 @@ class Integrity:
         return False
 
     def _watch_assertions(self) -> None:
-        """Make unittest's assertions record whether an argument equals a new object that it cannot know. Such an
-        argument equals any object."""
+        """Make unittest's assertions compare each argument with a fresh object, and record whether one is equal.
+
+        An argument that equals a fresh object would pass any assertion of equality.
+        """
 
         def watched(assertion: Any) -> Any:
             @functools.wraps(assertion)

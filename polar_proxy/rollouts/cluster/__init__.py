@@ -2,7 +2,7 @@
 
     polar serve --executor ray     the head: API, a gateway, and `Cluster`, which keeps one actor on each node
       node actor                   `run_node`: gateway, engine client and RolloutService, as on one machine
-      scoring task                 scoring that would have to wait on its own node runs where Ray has capacity
+      scoring task                 scores a rollout where Ray has capacity, if its own node would make it wait
 
 The queue, the claims and the reclaiming from dead workers are in the database, exactly as for several processes on one
 machine. Ray lists the nodes, starts and restarts the actors and places the scoring tasks. This package has no

@@ -80,7 +80,7 @@ class ArchiveRepository(Repository):
         progress: ProgressCallback = no_progress,
         models: ColumnChecks = MappingProxyType({}),
     ) -> ArchiveCounts:
-        """Import a whole archive in one transaction (see `archive_import`), or nothing if it raises StoreError.
+        """Import an archive completely, in one transaction (see `archive_import`). Raises StoreError if this fails.
 
         `models`: functions that check the values of some JSON columns. The caller gives these functions, because the
         store cannot import the models of the values.
@@ -134,7 +134,7 @@ async def _selection(source: AsyncConnection, where: str | None, sessions: Seque
     traces = select(t["traces"].c.trace_id).where(t["traces"].c.session_id.in_(session_ids))
 
     def used(*columns: ColumnElement[Any]) -> Any:
-        """Select the keys (ids or hashes) in these columns of the selected calls and rescores."""
+        """Select the ids or hashes that these columns hold for the selected calls."""
         parts = [select(column.label("key")).where(column.table.c.call_id.in_(calls)) for column in columns]
         return parts[0].union(*parts[1:])
 

@@ -117,12 +117,11 @@ class MaintenanceRepository(Repository):
     ) -> PruneResult:
         """Delete rollouts that ended before `before` (seconds since the epoch), with their sessions.
 
-        Sessions that have no rollout are deleted too if their last call was before `before`. All data of these rollouts
-        and sessions is deleted, except nodes, settings and engines (see `vacuum`).
+        Rollouts without a final status stay. Sessions without a rollout are deleted too if their last call was before
+        `before`. If such a session is not closed yet, its calls, rewards and remarks are deleted, but the session stays
+        so that its key remains valid. Nodes, settings and engines stay (see `vacuum`).
 
-        Rollouts without a final status stay. If a session without a rollout is not closed yet, only its data is
-        deleted: the session stays, so that its key remains valid. With `where`, only rollouts that meet these
-        conditions are deleted with their sessions; sessions without a rollout stay.
+        With `where`, delete only rollouts that meet these conditions, and no session without a rollout.
         """
         rollouts = (select_rollouts(where) if where else select(_r.rollout_id)).where(*_old_rollout(before))
         sessions = select(_s.session_id).where(false() if where else and_(*_old_session(before)))

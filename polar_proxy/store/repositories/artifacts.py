@@ -67,8 +67,8 @@ class RewardRepository(Repository):
     ) -> str:
         """Store a reward of the rollout or session, of one of its traces or of one of its calls. Return its id.
 
-        All rewards are kept. The newest reward of a trace is also in the trace's row. The newest reward of a rollout or
-        session is also in its own row and in the rows of its traces, except traces that were given a reward themselves.
+        All rewards are kept. The row of a trace, rollout or session has its newest reward. A trace that was given no
+        reward has the newest reward of its rollout or session.
         `value` None: the evaluator returned no value.
         """
         if (rollout_id is None) == (session_id is None):
@@ -179,7 +179,7 @@ def artifact_path(folder: Path, sha256: str) -> Path:
 
 
 def write_artifact(folder: Path, data: bytes) -> str:
-    """Write the data under its SHA-256, unless that file exists, and return the hash."""
+    """Store the data in a file named by its SHA-256, and return the hash. An existing file is kept."""
     sha256 = hashlib.sha256(data).hexdigest()
     path = artifact_path(folder, sha256)
     try:

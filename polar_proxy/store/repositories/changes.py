@@ -15,7 +15,7 @@ from polar_proxy.store import schema
 from polar_proxy.store.database import Repository
 
 Followed = Literal["lists", "rollout", "session", "group", "training"]
-"""The records that a page shows: the lists of the newest ones, or one record with the rows that belong to it."""
+"""The subject of a page: `lists` for the lists of the newest records, otherwise the kind of the one record shown."""
 
 _LISTED = 50
 """Number of sessions and rollouts that the first page of a list shows."""

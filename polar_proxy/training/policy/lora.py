@@ -2,11 +2,11 @@
 
 Promises (tests/training/test_lora.py):
 
-* At the start the policy equals the base model bit for bit, because B is 0.
+* At the start the policy equals the base model bit for bit, because the matrix B (see below) is 0.
 * A step changes only the adapter.
 * The merged weights, which checkpoints and engines get, give the log-probabilities of base and adapter together.
 
-W' = W + (alpha / rank) B A. Source: Hu et al., LoRA, arXiv 2106.09685.
+A merged weight is W' = W + (alpha / rank) B A. Source: Hu et al., LoRA, arXiv 2106.09685.
 """
 
 from __future__ import annotations
