@@ -60,7 +60,7 @@ class InstallTable(_Table):
     """npm: the native program or script, relative to the folder of installation; may be a glob pattern. path: the
     program inside of the folder; empty if `path` is the program itself."""
     node: bool = False
-    """npm: true if the entry is a script, which Node.js runs."""
+    """npm: true if `entry` is a script that Node.js runs."""
     imports: str = ""
     """pypi: names of modules, separated by commas, that are imported to check the installation."""
     pythons: Words = ()

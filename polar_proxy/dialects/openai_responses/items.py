@@ -127,8 +127,8 @@ def message_item(identity: str, text: str, status: str, logprobs: list[Json]) ->
 
 
 def stored_item(item: Json, identity: str) -> ConversationItem:
-    """Return an item, unchanged and with its id, as a conversation stores it. `identity`: the id if the client gave the
-    item none."""
+    """Return the unchanged item together with its id. A conversation stores it in this form. `identity`: the id if the
+    client gave the item none."""
     given = item.get("id")
     return ConversationItem(given if isinstance(given, str) and given else identity, item)
 

@@ -226,7 +226,10 @@ class ParserProofs:
     def _hermes_mode(
         self, answers: list[ForcedAnswer], reasons: bool, tail: PromptTail, call_problem: str | None
     ) -> tuple[Reasoning | None, str | None]:
-        """Return the reasoning mode in which the Hermes parser agrees with the chat route; if none, why not."""
+        """Return the reasoning mode in which the Hermes parser agrees with the chat route, and None.
+
+        If there is no such mode, return None and the reason.
+        """
         # If the prompt has `<think>`, the penalty excludes another one, so that no answer begins with the tag.
         optional = {IN_REASONING, *([TAGGED] if reasons and tail != "none" else [])}
         if (problem := unforced(answers, optional) or call_problem) is not None:

@@ -104,8 +104,8 @@ async def import_archive(
 ) -> ArchiveCounts:
     """Import a whole archive, or nothing if an error is raised.
 
-    Raises UsageError if there is no file, and StoreError if the archive is damaged or forged, exceeds a limit, has a
-    newer schema, or conflicts with stored rows (see the promises above).
+    Raises UsageError if there is no file. Raises StoreError if the archive is damaged or forged, exceeds a limit, has
+    a newer schema, or conflicts with stored rows (see the docstring of this module).
     """
     parent = artifacts.parent
     await asyncio.to_thread(parent.mkdir, mode=0o700, parents=True, exist_ok=True)
