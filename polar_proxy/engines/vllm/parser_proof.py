@@ -77,8 +77,8 @@ _OWN_GRAMMAR = (
 )
 _PIECES = 8
 _ROUNDS = 4
-"""Maximum number of rounds in a row that rule out no pair of parsers. In a round, the server samples answers that the
-remaining pairs parse differently."""
+"""Give up after so many rounds in a row without progress. In a round, the server samples answers that the remaining
+pairs of parsers parse differently. A round makes progress if it rules out a pair."""
 
 
 class ParserProofs:
@@ -263,9 +263,9 @@ class ParserProofs:
         return "open" if places[THINK] > places[END_THINK] else "closed"
 
     async def _call_format_problem(self, sampling: ForcedSampling) -> str | None:
-        """Return why the Hermes parser cannot read tool calls in the chat template's format, or None if it can.
+        """Return None if the Hermes parser can read tool calls in the chat template's format, else the reason.
 
-        The model is expected to write tool calls in that format.
+        The template's format counts because the model is expected to write its own calls in it, too.
         """
         if not self._tools:
             return None

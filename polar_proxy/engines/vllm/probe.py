@@ -204,8 +204,10 @@ class ServerProbe:
         return await self._accepts(response_format=_SCHEMA, **bias)
 
     async def _missing_evidence(self) -> str | None:
-        """Return what is wrong with an answer's token ids or log-probabilities, with the remedy; None if they are
-        complete."""
+        """Return None if the server's answers have complete token ids and log-probabilities.
+
+        Otherwise return a description of the fault, with the remedy if Polar knows one.
+        """
         body: Json = {"max_tokens": 4, "logprobs": True, "return_token_ids": True}
         try:
             whole = await self._chat(**body, return_tokens_as_token_ids=True)

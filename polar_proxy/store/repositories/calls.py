@@ -87,9 +87,9 @@ class CallSummary:
     completion_tokens: int
     cached_tokens: int | None
     input_tokens: int | None
-    """Number of prompt tokens of a hosted call, as the provider counts them (`Usage`)."""
+    """Hosted call: number of prompt tokens, as the provider counts them (`Usage`). None for other calls."""
     output_tokens: int | None
-    """Number of sampled tokens of a hosted call, as the provider counts them (`Usage`)."""
+    """Hosted call: number of sampled tokens, as the provider counts them (`Usage`). None for other calls."""
     price_usd: float | None
     weight_version: str | None
     started_at: float
