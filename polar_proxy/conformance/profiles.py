@@ -58,7 +58,7 @@ class HarnessProfile:
     """The context length to configure in the harness. None: the harness assumes a length of its own. Of the checks,
     only `compaction` configures a length."""
     full_prompt_tokens: int = 2_000_000
-    """Prompt length, in tokens, at which the harness considers its context full but does not give up."""
+    """Prompt length in tokens at which the harness summarises its context, but does not yet stop with an error."""
     compaction_steps: int = 4
     """Number of commands after which the harness has summarised."""
     filling_command: str = "true"

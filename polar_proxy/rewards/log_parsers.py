@@ -172,7 +172,7 @@ def parse_cargo(log: str) -> dict[str, Verdict]:
 
 
 def parse_tap(log: str) -> dict[str, Verdict]:
-    """Parse the Test Anything Protocol; the description is the id.
+    """Parse the Test Anything Protocol. A test's description serves as its id.
     https://testanything.org/tap-version-14-specification.html"""
     verdicts: dict[str, Verdict] = {}
     for match in (_TAP.match(line) for line in _lines(log)):

@@ -184,9 +184,9 @@ def _task_reader() -> TypeAdapter[Task]:
 
 
 def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:
-    """Raise `BadTaskError`, naming the field, for a task that would fail later or be judged wrongly.
+    """Raise `BadTaskError` if the task would fail later or be judged wrongly. The error names the wrong field.
 
-    Also refuses a task whose evaluators call functions that `code` does not allow. No function is imported.
+    Also refuses a task whose evaluators call functions that `code` does not allow. Imports no function.
     """
     if not task.task_id or any(letter.isspace() for letter in task.task_id):
         raise BadTaskError("task_id: must be text without spaces")

@@ -82,7 +82,8 @@ class ItemId(NamedTuple):
 
 
 def answer_of_item(value: Any) -> str | None:
-    """Return the id of the call whose answer an item id belongs to, or None if Polar did not make this item id."""
+    """Return the id of the call whose answer has the item with this id. None if Polar did not make the id for an
+    answer."""
     found = ItemId.read(value)
     return None if found is None or found.is_input else found.call_id
 

@@ -65,7 +65,7 @@ class VerifiedServer:
 
 
 class ServerProbe:
-    """Verification of one server, and owner of the side process. It sets the client's model if the user named none."""
+    """Verifies one server, and owns the side process. If the user named no model, the probe sets the client's model."""
 
     def __init__(
         self, client: VllmClient, vllm_python: str | None, parsers: Parsers | None, model_folder: str | None

@@ -87,8 +87,8 @@ its owners."""
 
 @dataclass(slots=True)
 class ArchiveCounts:
-    """Numbers of exported or imported rows, by table, and of files. `known`: number of rows that an import found
-    already stored."""
+    """Numbers of exported or imported rows (by table) and files. `known`: number of rows of the archive that were
+    already stored before the import."""
 
     rows: dict[str, int] = field(default_factory=dict)
     known: int = 0

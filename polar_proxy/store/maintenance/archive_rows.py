@@ -327,8 +327,10 @@ def _check_chains(target: sqlite3.Connection) -> None:
 
 
 def _check_sizes(target: sqlite3.Connection, unpacked_limit: int) -> None:
-    """Raise ForgedRowError for chains that would need far more memory when they are read than the archive has bytes:
-    many branches of a long chain, or many calls that each have a long conversation."""
+    """Raise ForgedRowError if reading the chains would need more memory than an archive of this size may need.
+
+    This happens if a long chain has many branches, or if many calls have long conversations.
+    """
     branches = """
         SELECT COALESCE(SUM((children - 1) * chain_length), 0) FROM nodes JOIN (
             SELECT parent_id AS parent, COUNT(*) AS children FROM nodes WHERE parent_id IS NOT NULL GROUP BY parent_id
