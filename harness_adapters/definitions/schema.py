@@ -226,7 +226,7 @@ def _files(definition: HarnessDefinition) -> Iterator[str]:
 
 
 def _texts(definition: HarnessDefinition) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Yield each string that may hold placeholders: its key, its text, and the names of the allowed placeholders."""
+    """Yield all strings that may hold placeholders, each as a triple: key, text, names of the allowed placeholders."""
     connection, run, acp = definition.connection, definition.run, definition.acp
     yield from _strings("connection.env", connection.env, (*ENDPOINT_NAMES, "api_key"))
     yield from _strings("connection.arguments", connection.arguments, ENDPOINT_NAMES)

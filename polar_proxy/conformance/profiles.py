@@ -60,7 +60,7 @@ class HarnessProfile:
     full_prompt_tokens: int = 2_000_000
     """Prompt length in tokens at which the harness summarises its context, but does not yet stop with an error."""
     compaction_steps: int = 4
-    """Number of commands after which the harness has summarised."""
+    """Number of commands in the check `compaction`: enough to make the harness summarise its context."""
     filling_command: str = "true"
     """The command that is run `compaction_steps` times. If the harness always keeps its newest tokens, the command's
     output must be longer than the part that is kept."""

@@ -95,9 +95,9 @@ class ParserProofs:
         parsers: Parsers | None = None,
         adds_grammar: bool = False,
     ) -> None:
-        """`tools` says that the server accepts `tool_choice: auto`; `process` runs vLLM's parsers, if there is one;
-        `parsers` are the server's, if they are known; `adds_grammar` says that the server was seen to sample requests
-        with tools under a grammar of its own."""
+        """`tools`: whether the server accepts `tool_choice: auto`. `process`: runs vLLM's parsers; None if there is no
+        side process. `parsers`: the parsers of the server; None if they are not known. `adds_grammar`: whether the
+        server was seen to sample requests with tools under a grammar of its own."""
         self._client = client
         self.process = process
         self._parsers = parsers

@@ -346,12 +346,12 @@ class ServerProbe:
     async def _end_of_turn(self) -> int | None:
         """Return the id of the token that ends an answer; None if it is not found.
 
-        Candidates are the tokens with which the template closes a message. If the template writes no token at the end
-        of a message, the candidates are the tokens that begin the next message (GLM). Some candidates, such as a line
-        break, do not end an answer. So a bias makes the server sample each in turn, and the first at which the server
-        stops by itself is returned. If the side process renders, the candidates are the stop tokens of the model's
-        configuration. (The token that gpt-oss's format writes after past answers is not the one at which the server
-        stops.)
+        Candidates are the tokens with which the template closes a message. If the template closes messages without a
+        token (GLM), the candidates are the tokens that begin the next message. If the side process renders (as for
+        gpt-oss), the candidates are the stop tokens of the model's configuration.
+
+        Some candidates, such as a line break, do not end an answer. So a bias makes the server sample one candidate
+        after the other. Return the first at which the server stops by itself.
         """
         for token in await self._end_candidates():
             if await stops_at(self._client, token):

@@ -63,7 +63,7 @@ CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
         "owner_pid": None,
     },
 }
-"""Columns that get these values in an archive, and again when it is imported."""
+"""table -> column -> value that replaces the column's own value in an archive, and again at the import."""
 _NOT_COMPARED: dict[str, frozenset[str]] = {"nodes": frozenset({"data"}), "tasks": frozenset({"created_at"})}
 """Columns that imports do not compare: equal content may be packed differently, and equal tasks may have been stored at
 different times."""
@@ -227,10 +227,10 @@ class _Transfer:
                 )
 
     async def check_sessions(self) -> None:
-        """Refuse new sessions of rollouts that were stored before the import.
+        """Refuse the archive if a new session belongs to a rollout that was stored before the import.
 
-        `_check_owners` cannot do this: sessions are imported before rollouts, so the new rollouts are not known when it
-        checks the sessions.
+        Call this after the import of the rollouts. `_check_owners` checks sessions before that, when the new rollouts
+        are not known yet.
         """
         s, r = schema.sessions.c, schema.rollouts.c
         new = sorted(self._new["sessions"])

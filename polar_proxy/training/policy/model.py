@@ -49,8 +49,8 @@ from polar_proxy.training.policy.tree import (
 from polar_proxy.training.step_stats import StepAccumulator, StepStats, step_stats
 
 WeightsAfterStep = Callable[[int, Any], Mapping[str, Tensor]]
-"""Function of a step and a model that returns the parameters that the model had after the step, by name; parameters
-that training does not change may be missing. Raises TrainingError if the weights of that step are not kept."""
+"""Function of a step and a model. It returns name -> parameter of the model after that step. Parameters that training
+does not change may be missing. Raises TrainingError if the weights of that step are not kept."""
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Any:
