@@ -25,8 +25,8 @@ from polar_proxy.types import ChatRequest, EngineRequest, Message, Sampling
 log = logging.getLogger(__name__)
 
 _SECONDS = 60.0
-"""Time limit for each request that is sent to the engine again to find the fault, and for the plain request. A request
-whose answer has begun by then counts as answered."""
+"""Time limit of each request that is sent here: of the failed request, and of the plain one. If the answer has begun
+when the time is over, the request counts as answered."""
 
 
 @dataclass(frozen=True, slots=True)

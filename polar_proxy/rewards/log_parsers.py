@@ -73,7 +73,8 @@ def parse_pytest_v2(log: str) -> dict[str, Verdict]:
 
 
 def parse_pytest_options(log: str) -> dict[str, Verdict]:
-    """Parse ``pytest -rA``. A parameter that is an absolute path keeps only its last part, because machines differ."""
+    """Parse ``pytest -rA``. If a parameter in a test's id is an absolute path, keep only ``/`` and the last part of the
+    path, because the folders differ between machines."""
 
     def name(rest: str) -> str:
         test = rest.split()[0]

@@ -134,7 +134,7 @@ def _lanes(calls: Sequence[CallSummary], parents: Sequence[int | None]) -> list[
             origin.last_use = position
         branch_of.append(branch)
     last_uses: list[int] = []
-    """For each lane the `last_use` of its newest branch."""
+    """By lane: `Branch.last_use` of the newest branch in the lane."""
     for branch in branches:
         branch.lane = next((lane for lane, used in enumerate(last_uses) if used < branch.first), len(last_uses))
         if branch.lane == len(last_uses):

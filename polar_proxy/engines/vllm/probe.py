@@ -277,10 +277,11 @@ class ServerProbe:
         return await self._client.render({"messages": messages, "add_generation_prompt": True, **fields})
 
     async def _find_renderer(self, *, tools: bool) -> bool:
-        """Return whether the chat route's prompt ids can be had without sampling; set the client's renderer if needed.
+        """Return whether Polar can get the chat route's prompt ids without sampling.
 
         `/tokenize` renders with the model's template. The chat route of some models does not (gpt-oss: the library
-        openai-harmony). vLLM's own renderer in the side process does what the chat route does.
+        openai-harmony). In that case, try vLLM's own renderer in the side process, and make it the client's renderer if
+        it gives the ids of the chat route.
         """
         if await self._renders(tools=tools):
             return True

@@ -3,7 +3,7 @@
 A gateway that shares the database with others announces each call before it answers the call. The announcement is a row
 of `open_calls` and has a lease. Promises:
 
-* A call is announced only while its session is open: once the session is closed, no gateway starts another call of it.
+* A call is announced only while its session is open. So no gateway starts a call of a session that is closed.
 * The recorded and announced calls of a session are never more than `max_calls` of its budget, whichever gateways
   announce them.
 * The transaction that commits a call deletes its announcement. If the lease of an announcement has expired, its call is

@@ -338,7 +338,8 @@ class Learner:
         return int(self.model.config.get_text_config().vocab_size)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the parameters by name, tied ones once, without copying. With LoRA: the merged weights."""
+        """Return the parameters by name, not copied. Tied parameters appear once. With LoRA: the merged weights, in
+        which the adapted matrices are copies."""
         if self._config.lora is not None:
             return lora.merge(self.model, self._config.lora)
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
