@@ -333,9 +333,9 @@ class ParserProofs:
     ) -> list[Parsers]:
         """Return the pairs of parsers among `found` that also parse further answers as the server does.
 
-        The server samples answers on which the pairs differ, until one pair is left. If no such answer is found, the
-        pairs parse alike, and one of them is returned. Several are returned if the server cannot be made to sample an
-        answer that rules some of them out.
+        The server samples answers that the pairs parse differently, until one pair is left. If no such answer is found,
+        the pairs count as equal, and one of them is returned. If the server cannot be made to sample such answers, all
+        pairs that are left are returned.
         """
         assert self.process is not None
         request = parser_request(self._client.model, sampling.request)

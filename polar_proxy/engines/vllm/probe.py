@@ -70,9 +70,9 @@ class ServerProbe:
     def __init__(
         self, client: VllmClient, vllm_python: str | None, parsers: Parsers | None, model_folder: str | None
     ) -> None:
-        """`vllm_python`: the Python of an environment with vLLM, whose parsers are tried on the server's answers;
-        `parsers`: the parsers that the server was started with, if they are known; `model_folder`: the folder of the
-        model's files on this machine."""
+        """`vllm_python`: the Python of an environment with vLLM. The parsers of this vLLM are tried on the server's
+        answers. `parsers`: the parsers that the server was started with, if they are known. `model_folder`: the folder
+        of the model's files on this machine."""
         self._model_folder = model_folder
         self._parsers = parsers
         self._client = client

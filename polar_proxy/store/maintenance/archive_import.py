@@ -49,9 +49,9 @@ NOT_EXPORTED = frozenset(
         *("conversations", "conversation_items", "provider_ids"),
     }
 )
-"""Tables that concern one database only: its queue, deliveries, keys and calls in progress. Also the conversations and
-responses that a client continues with its key, because an archive contains no keys. Calls are exported with whole
-messages."""
+"""Tables that concern one database only: its queue, deliveries, keys and calls in progress. Also the tables by which a
+client with a session's key continues stored conversations and responses, because an archive contains no keys. Calls
+are exported with whole messages."""
 CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},

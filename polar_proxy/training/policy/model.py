@@ -243,7 +243,8 @@ class Learner:
         """Return the policy version of each sampled token [s] as a number: how many steps its weights were trained for.
 
         `step`: the version of the current weights. In a synchronous run, tokens of an unknown version count as sampled
-        by the current weights. Raises TrainingError for any other version that is not of this run (0 to `step`).
+        by the current weights. Raises TrainingError if a token has a version outside 0 to `step`, or if the run is
+        asynchronous and a version is unknown.
         """
         numbers = []
         for version in microbatch.versions:
