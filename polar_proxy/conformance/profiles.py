@@ -46,7 +46,7 @@ class HarnessProfile:
     """True if the harness asks the model only once for each message of the user."""
     max_steps: int = 40
     refusal_status: int = 401
-    """The HTTP status at which the harness gives up instead of retrying forever."""
+    """An HTTP status after which the harness gives up. Some harnesses retry forever after other statuses."""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Checks that do not apply to the harness, with the reason."""
     rebuilds_history: str = ""

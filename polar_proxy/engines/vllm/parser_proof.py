@@ -8,13 +8,14 @@ not compared.
 These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
 given texts were sampled. The other parsers are vLLM's own code and are compared on whatever was sampled. If tool calls
-in the template's own format were sampled, the chat route must have parsed at least one of them as a call. Some of the
-server's parsers put a grammar of their own in place of Polar's; then the calls sampled under that grammar are compared.
-If no call was sampled, the side process is used only if a setting names the server's parsers.
+in the template's own format were sampled, the chat route must have parsed at least one of them as a call. Some servers
+replace the grammar with which Polar forces an answer by a grammar of their own. Then the calls in the answer that the
+server samples instead are compared. If no call was sampled, the side process is used only if a setting names the
+server's parsers.
 
 The server is made to answer both a first message and a tool's result, because some parsers look at the history. If
-several of vLLM's parsers fit, they are compared with each other on random variations of the answers. The server samples
-variations on which they differ, until the parsers that are left parse alike.
+several of vLLM's parsers fit, they are run on random variations of the answers. The server then samples variations
+that these parsers parse differently, until the parsers that are left parse alike.
 
 `forced_sampling.py` makes the server sample a text. A text that was not sampled proves nothing about the Hermes parser.
 """

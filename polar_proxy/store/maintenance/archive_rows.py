@@ -1,8 +1,9 @@
 """Copies the rows of a received database, which may come from anyone, into a new database with this version's schema.
 
-The received file is read as data only: it must have plain tables with exactly the columns of the schema, so that no
-view, trigger, generated column or virtual table of it is ever evaluated. Each value is checked by the type of its
-column. The unpacked size of all packed values is limited; it is read from their headers before anything unpacks them.
+The received file is read as data only: it must have plain tables with exactly the columns of the schema. So no view,
+trigger, generated column or virtual table in the file is ever evaluated. Each value must have the type of its column.
+The packed values may unpack to a limited total size. Their headers state the sizes, so nothing is unpacked before the
+check.
 """
 
 from __future__ import annotations
