@@ -1,6 +1,6 @@
 """Small JSON values as packed cells, and what all cells share: the header, and compression by raw deflate.
 
-The format is described in `cells`. This module does not import numpy, so that the schema does not need it.
+The format is described in `cells`. This module does not import numpy, so that `store.schema` can be used without numpy.
 """
 
 from __future__ import annotations
