@@ -112,7 +112,7 @@ class ApiCall(Generic[T]):
     idempotent: bool = False
     """True if the request may be sent again when no response arrives."""
     server_wait: float = 0.0
-    """Seconds for which the server may delay its response on purpose, added to the read timeout."""
+    """Seconds for which the server may delay its response on purpose. They are added to the read timeout."""
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         content_type = {} if self.json is None else {"content-type": "application/json"}

@@ -375,7 +375,7 @@ class ServerProbe:
 
 
 async def stops_at(client: VllmClient, token: int) -> bool:
-    """Return whether the server stops by itself at a token, which a bias makes it sample."""
+    """Make the server sample a token, by a bias. Return whether the server stops by itself after the token."""
     body = {"messages": USER, "max_tokens": 2, "logit_bias": {str(token): 100}, "return_token_ids": True}
     choice = (await client.chat(body))["choices"][0]
     # The stop reason is the token's id if only the model's generation config makes it an end token.

@@ -235,7 +235,7 @@ class CallRepository(Repository):
     async def _load(
         self, where: ColumnElement[bool], values: Mapping[str, object], *, text: bool = True
     ) -> list[CallRecord]:
-        """Return the calls that meet `where` with these values (see `fetch`)."""
+        """Return the calls that meet the condition `where`. `values`: its parameters (see `fetch`)."""
         loader = await self._database.read(lambda connection: fetch(connection, where, values, text=text))
         return await asyncio.to_thread(loader.records)
 
@@ -245,7 +245,7 @@ class CallRepository(Repository):
         return await self._rows(CallSummary, query)
 
     async def lineages(self, session_id: str, *, known: Collection[str] = ()) -> list[StoredLineage]:
-        """Return how each call of the session relates to earlier ones, ordered by start, without loading messages.
+        """Return how each call of the session relates to earlier calls, ordered by start. Load no messages.
 
         `known`: ids of calls to leave out; ignored if there are too many for one statement.
         """
