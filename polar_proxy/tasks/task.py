@@ -133,8 +133,8 @@ class Task:
 
     @property
     def base_commit(self) -> str | None:
-        """The commit at which the agent starts. None means the HEAD of the image's repository, or a task without a
-        history."""
+        """The commit at which the agent starts. None: the HEAD of the image's repository, or no commit if there is no
+        such repository."""
         repository = self.environment.repository
         return repository.commit if repository else self.environment.base_commit
 
@@ -276,7 +276,7 @@ def _check_commit(field_name: str, commit: str) -> None:
 
 
 def local_path(source: str) -> str | None:
-    """Return the path of a repository on this machine, None for one that git fetches from elsewhere."""
+    """Return the path of a repository on this machine. None if git fetches the repository from another machine."""
     if source.startswith("file://"):
         parts = urlsplit(source)
         return unquote(parts.path) if parts.netloc in ("", "localhost") else source

@@ -302,10 +302,9 @@ class ServerProbe:
         return False
 
     async def _renders(self, *, tools: bool) -> bool:
-        """Return whether test conversations are rendered to the prompt ids of the chat route.
+        """Return whether `VllmClient.render` gives the chat route's prompt ids for each of some test conversations.
 
-        A conversation that the renderer and the chat route both refuse counts as rendered alike. But the conversation
-        `USER` must not be refused.
+        If both refuse a conversation, it counts as equal. But the conversation `USER` must not be refused.
         """
 
         async def equal(messages: list[Json], **fields: Any) -> bool:
