@@ -101,9 +101,9 @@ class HiddenTestsEvaluator(Evaluator):
         return Score(float(detail["solved"]), detail, report.log, signs=report.signs)
 
     async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory, parse: LogParser) -> Score | None:
-        """Run the tests without a patch, to find out whether they fail and pass as the task declares.
+        """Run the tests without a patch. Return None if all `fail_to_pass` tests fail and all `pass_to_pass` tests pass.
 
-        Return None if they do. Otherwise the task is at fault: return a score without a reward.
+        Otherwise, or if the tests run out of time, the task is at fault. Then return a score without a reward.
         """
         async with sandboxes() as workspace:
             report = await self._run(task, workspace, (), parse)
