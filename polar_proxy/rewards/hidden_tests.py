@@ -101,7 +101,7 @@ class HiddenTestsEvaluator(Evaluator):
         return Score(float(detail["solved"]), detail, report.log, signs=report.signs)
 
     async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory, parse: LogParser) -> Score | None:
-        """Run the tests without a patch. Return None if all `fail_to_pass` tests fail and all `pass_to_pass` tests pass.
+        """Run the tests without a patch. Return None if all of `fail_to_pass` fail and all of `pass_to_pass` pass.
 
         Otherwise, or if the tests run out of time, the task is at fault. Then return a score without a reward.
         """
