@@ -48,7 +48,7 @@ NO_CODE = AllowedCode()
 def is_code(name: str) -> bool:
     """Return whether `name` has the form ``module:object``.
 
-    ``shell:true`` (a command for a sandbox) and ``acp:codex`` (an agent and its protocol) do not have it."""
+    Names like ``shell:true`` (a command for a sandbox) and ``acp:codex`` (an agent and its protocol) do not count."""
     module, separator, attribute = name.partition(":")
     if module in ("shell", "acp"):
         return False

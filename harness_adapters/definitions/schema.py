@@ -60,7 +60,7 @@ class InstallTable(_Table):
     """npm: the native program or script, relative to the folder of installation; may be a glob pattern. path: the
     program inside of the folder; empty if `path` is the program itself."""
     node: bool = False
-    """npm: true if the entry is a script, which Node.js runs."""
+    """npm: true if `entry` is a script that Node.js runs."""
     imports: str = ""
     """pypi: names of modules, separated by commas, that are imported to check the installation."""
     pythons: Words = ()
@@ -226,7 +226,7 @@ def _files(definition: HarnessDefinition) -> Iterator[str]:
 
 
 def _texts(definition: HarnessDefinition) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Yield each string that may hold placeholders: its key, its text, and the names of the allowed placeholders."""
+    """Yield all strings that may hold placeholders, each as a triple: key, text, names of the allowed placeholders."""
     connection, run, acp = definition.connection, definition.run, definition.acp
     yield from _strings("connection.env", connection.env, (*ENDPOINT_NAMES, "api_key"))
     yield from _strings("connection.arguments", connection.arguments, ENDPOINT_NAMES)

@@ -112,7 +112,7 @@ class ApiCall(Generic[T]):
     idempotent: bool = False
     """True if the request may be sent again when no response arrives."""
     server_wait: float = 0.0
-    """Seconds for which the server may delay its response on purpose, added to the read timeout."""
+    """Seconds for which the server may delay its response on purpose. They are added to the read timeout."""
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         content_type = {} if self.json is None else {"content-type": "application/json"}
@@ -162,8 +162,8 @@ class RetryBudget:
     def pause_after_response(self, response: httpx.Response) -> float | None:
         """Return the seconds until the next try, or None if the response is a success.
 
-        The body of an error response must have been read. Raises its typed error if the request is not to be tried
-        again.
+        Read the body of an error response before the call. Raises the response's typed error if the request is not to
+        be tried again.
         """
         self._tried += 1
         if response.status_code < 400:

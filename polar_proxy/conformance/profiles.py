@@ -46,7 +46,7 @@ class HarnessProfile:
     """True if the harness asks the model only once for each message of the user."""
     max_steps: int = 40
     refusal_status: int = 401
-    """The HTTP status at which the harness gives up instead of retrying forever."""
+    """An HTTP status after which the harness gives up. Some harnesses retry forever after other statuses."""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Checks that do not apply to the harness, with the reason."""
     rebuilds_history: str = ""
@@ -58,9 +58,9 @@ class HarnessProfile:
     """The context length to configure in the harness. None: the harness assumes a length of its own. Of the checks,
     only `compaction` configures a length."""
     full_prompt_tokens: int = 2_000_000
-    """Prompt length, in tokens, at which the harness considers its context full but does not give up."""
+    """Prompt length in tokens at which the harness summarises its context, but does not yet stop with an error."""
     compaction_steps: int = 4
-    """Number of commands after which the harness has summarised."""
+    """Number of commands in the check `compaction`: enough to make the harness summarise its context."""
     filling_command: str = "true"
     """The command that is run `compaction_steps` times. If the harness always keeps its newest tokens, the command's
     output must be longer than the part that is kept."""

@@ -120,7 +120,7 @@ def optional_string(item: Json, key: str) -> str | None:
 
 
 def other_fields(params: Json, known: type[BaseModel], *read: str) -> Json:
-    """Return the fields of a body, except nulls, the fields of the model `known`, and the fields named in `read`."""
+    """Return the remaining fields of a body: those that are not null, not in the model `known` and not in `read`."""
     names = {field.alias or name for name, field in known.model_fields.items()}
     return {key: value for key, value in params.items() if value is not None and key not in names and key not in read}
 

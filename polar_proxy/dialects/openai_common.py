@@ -103,7 +103,7 @@ class OpenAIEncoder(Encoder):
     response_object: ClassVar[str]
     chunk_object: ClassVar[str]
     empty_content: ClassVar[Json]
-    """The `delta` or `text` of a choice in a chunk that carries no content."""
+    """The field `delta` or `text`, without content, of a choice in a chunk."""
     null_usage: ClassVar[bool] = False
     """Whether chunks before the usage chunk have `usage: null`."""
 

@@ -229,7 +229,7 @@ def error_format(path: str) -> asgi.ErrorFormat:
 
 @dataclass(frozen=True)
 class ServerParts:
-    """The parts of a server that the routes below use."""
+    """The parts of a server that the routes in this file use."""
 
     router: EngineRouter
     metrics: GatewayMetrics

@@ -4,7 +4,7 @@ An agent could make the engine fail on purpose, with a parameter or text that th
 an agent must not get another attempt. So the last failed request of each rollout is kept, and can be sent to the engine
 again. The request is at fault if it fails twice more and the engine answers a plain request ("Hello") in between.
 Tokens that are sampled here are never recorded, sent or trained on. A hosted model costs money for each request, so
-failed requests are not sent to it again: its failures count as the provider's.
+failed requests are not sent to it again. The provider is held responsible for each failure of a hosted model.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from polar_proxy.types import ChatRequest, EngineRequest, Message, Sampling
 log = logging.getLogger(__name__)
 
 _SECONDS = 60.0
-"""Time limit for each request that is sent to the engine again to find the fault, and for the plain request. A request
-whose answer has begun by then counts as answered."""
+"""Time limit of each request that is sent here: of the failed request, and of the plain one. If the answer has begun
+when the time is over, the request counts as answered."""
 
 
 @dataclass(frozen=True, slots=True)

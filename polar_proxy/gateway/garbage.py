@@ -38,8 +38,8 @@ class GarbageCollection:
     ) -> None:
         """`idle` returns whether no request is being answered.
 
-        `step` is the time between two steps, in seconds. `pause` is the shortest time between two full collections, and
-        `longest` the longest.
+        All times are in seconds. `step`: the time from one small collection to the next. `pause`: the shortest time
+        between two full collections. After `longest`, a full collection runs although requests are being answered.
         """
         self._idle = idle
         self._step = step

@@ -101,9 +101,9 @@ class HiddenTestsEvaluator(Evaluator):
         return Score(float(detail["solved"]), detail, report.log, signs=report.signs)
 
     async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory, parse: LogParser) -> Score | None:
-        """Run the tests without a patch, to find out whether they fail and pass as the task declares.
+        """Run the tests without a patch. Return None if all of `fail_to_pass` fail and all of `pass_to_pass` pass.
 
-        Return None if they do. Otherwise the task is at fault: return a score without a reward.
+        Otherwise, or if the tests run out of time, the task is at fault. Then return a score without a reward.
         """
         async with sandboxes() as workspace:
             report = await self._run(task, workspace, (), parse)
@@ -223,7 +223,7 @@ class SwebenchEvaluator(Evaluator):
         return await apply_patch(self.test_patch.encode(), workspace)
 
     async def _score_without_tests(self, task: EvaluatedTask, sandboxes: SandboxFactory, error: str) -> Score:
-        """Return the score of an agent's patch that keeps the test patch from applying. `error`: git's message.
+        """Return the score if the test patch does not apply after the agent's patch. `error`: git's message.
 
         The reward is 0 if the test patch applies to the task's own files. Otherwise the task is at fault, and the
         reward is None.

@@ -73,7 +73,8 @@ def parse_pytest_v2(log: str) -> dict[str, Verdict]:
 
 
 def parse_pytest_options(log: str) -> dict[str, Verdict]:
-    """Parse ``pytest -rA``. A parameter that is an absolute path keeps only its last part, because machines differ."""
+    """Parse ``pytest -rA``. If a parameter in a test's id is an absolute path, keep only ``/`` and the last part of the
+    path, because the folders differ between machines."""
 
     def name(rest: str) -> str:
         test = rest.split()[0]
@@ -172,7 +173,7 @@ def parse_cargo(log: str) -> dict[str, Verdict]:
 
 
 def parse_tap(log: str) -> dict[str, Verdict]:
-    """Parse the Test Anything Protocol; the description is the id.
+    """Parse the Test Anything Protocol. A test's description serves as its id.
     https://testanything.org/tap-version-14-specification.html"""
     verdicts: dict[str, Verdict] = {}
     for match in (_TAP.match(line) for line in _lines(log)):

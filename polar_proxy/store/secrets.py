@@ -1,9 +1,9 @@
 """Removes secrets from values before they are stored.
 
-HTTP headers are never recorded, but secrets can also be in other places. The store cleans these before it writes them:
-request parameters, tool definitions, paths, model names, labels, names of consumers and reward sources, reward details,
-error texts, log files and the texts of dialogues. It does not clean messages and answers, because they must match the
-recorded tokens, nor patches, because a patch must apply.
+HTTP headers are never recorded, but other values can contain secrets, too. The store cleans the following values before
+it writes them: request parameters, tool definitions, paths, model names, labels, names of consumers and reward sources,
+reward details, error texts, log files and the texts of dialogues. It does not clean messages and answers, because they
+must match the recorded tokens, nor patches, because a patch must apply.
 
 In a value that is cleaned, this module replaces
 
@@ -13,8 +13,8 @@ In a value that is cleaned, this module replaces
 
 A secret without such a form, such as a password of plain words, is not recognised.
 
-Promises: a value without secrets is returned unchanged (JSON bytes: byte for byte), and removing twice has the effect
-of removing once.
+Promises: a value without secrets is returned unchanged (JSON bytes: byte for byte). If secrets are removed from a value
+twice, the second removal changes nothing.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ may declare::
 
 Polar then takes WORKDIR as the workspace, copies the text files of COPY lines into it, sets the variables of ENV lines,
 and ignores lines that install programs or describe the image (FROM, RUN, CMD, LABEL, ...). Any other line is refused.
-Such a task also runs in bubblewrap, and in docker from its real image.
+So the task can also run in bubblewrap. In docker it still runs from its real image.
 """
 
 from __future__ import annotations

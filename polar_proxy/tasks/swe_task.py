@@ -66,7 +66,7 @@ class GeneratedFunction:
 
 
 def _names(rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Yield any number of pairs (long name, short name), of three and two syllables. No name comes twice."""
+    """Yield pairs without end: a name of three syllables and a name of two. No name comes twice."""
     seen = set(_RESERVED)
     while True:
         syllables = [rng.choice(SYLLABLES) for _ in range(5)]

@@ -133,8 +133,8 @@ class Task:
 
     @property
     def base_commit(self) -> str | None:
-        """The commit at which the agent starts. None means the HEAD of the image's repository, or a task without a
-        history."""
+        """The commit at which the agent starts. None: the HEAD of the image's repository, or no commit if there is no
+        such repository."""
         repository = self.environment.repository
         return repository.commit if repository else self.environment.base_commit
 
@@ -184,9 +184,9 @@ def _task_reader() -> TypeAdapter[Task]:
 
 
 def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:
-    """Raise `BadTaskError`, naming the field, for a task that would fail later or be judged wrongly.
+    """Raise `BadTaskError` if the task would fail later or be judged wrongly. The error names the wrong field.
 
-    Also refuses a task whose evaluators call functions that `code` does not allow. No function is imported.
+    Also refuses a task whose evaluators call functions that `code` does not allow. Imports no function.
     """
     if not task.task_id or any(letter.isspace() for letter in task.task_id):
         raise BadTaskError("task_id: must be text without spaces")
@@ -276,7 +276,7 @@ def _check_commit(field_name: str, commit: str) -> None:
 
 
 def local_path(source: str) -> str | None:
-    """Return the path of a repository on this machine, None for one that git fetches from elsewhere."""
+    """Return the path of a repository on this machine. None if git fetches the repository from another machine."""
     if source.startswith("file://"):
         parts = urlsplit(source)
         return unquote(parts.path) if parts.netloc in ("", "localhost") else source

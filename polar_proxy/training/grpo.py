@@ -106,16 +106,17 @@ class GrpoTrainer:
         self._unsaved: list[str] = []
         """Groups trained since the last checkpoint."""
         self._last_probe: list[float] | None = None
-        """The trainer's log-probabilities of the probe at the last weight sync."""
+        """The log-probabilities that the trainer computed for the probe's tokens at the last weight sync."""
         self._probe_noise: float | None = None
-        """Mean difference, in nats, between the log-probabilities of engine and trainer for the probe at the first
-        weight sync."""
+        """Mean difference between the engine's and the trainer's log-probabilities of the probe's tokens, in nats. It
+        is measured at the first weight sync."""
         self._last_step_ended = time.monotonic()
 
     async def train(self) -> TrainerState:
         """Train until `config.steps` are done. Raises TrainingError when the run cannot continue.
 
-        Raises UsageError if another process trains this run, or if settings differ that a resumed run must keep.
+        Raises UsageError if another process trains this run, or if the run is resumed and a setting was changed that
+        must stay the same.
         """
         config = self._config
         with self._locked_run():

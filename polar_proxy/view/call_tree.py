@@ -1,7 +1,8 @@
 """The tree of a session's calls as a drawing beside a list: one row per call, one lane per line of conversation.
 
-A call that continues the newest call of its lane stays in it; every other call opens a lane, as branches do in the
-graph of a version control system. A lane is used again once nothing refers to its calls any more.
+A call that continues the newest call of a lane is drawn in this lane. Every other call opens a lane, as a branch does
+in the graph of a version control system. When no later call follows from the calls of a lane, the lane is free for
+another branch.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _lanes(calls: Sequence[CallSummary], parents: Sequence[int | None]) -> list[
             origin.last_use = position
         branch_of.append(branch)
     last_uses: list[int] = []
-    """For each lane the `last_use` of its newest branch."""
+    """By lane: `Branch.last_use` of the newest branch in the lane."""
     for branch in branches:
         branch.lane = next((lane for lane, used in enumerate(last_uses) if used < branch.first), len(last_uses))
         if branch.lane == len(last_uses):

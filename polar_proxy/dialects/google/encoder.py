@@ -87,7 +87,7 @@ class _PartWriter:
         return parts
 
     def rest(self) -> list[Json]:
-        """Return an empty text part with a signature for the reasoning that no signature holds yet, if there is any."""
+        """If some of the reasoning is in no signature yet, return an empty text part whose signature holds it."""
         return [self._sign({"text": ""})] if len(self.reasoning) > self.signed_length else []
 
     def _sign(self, part: Json, *, all_reasoning: bool = False, call: ToolCall | None = None) -> Json:

@@ -82,7 +82,8 @@ class ItemId(NamedTuple):
 
 
 def answer_of_item(value: Any) -> str | None:
-    """Return the id of the call whose answer an item id belongs to, or None if Polar did not make this item id."""
+    """Return the id of the call whose answer has the item with this id. None if Polar did not make the id for an
+    answer."""
     found = ItemId.read(value)
     return None if found is None or found.is_input else found.call_id
 
@@ -127,8 +128,8 @@ def message_item(identity: str, text: str, status: str, logprobs: list[Json]) ->
 
 
 def stored_item(item: Json, identity: str) -> ConversationItem:
-    """Return an item, unchanged and with its id, as a conversation stores it. `identity`: the id if the client gave the
-    item none."""
+    """Return the unchanged item together with its id. A conversation stores it in this form. `identity`: the id if the
+    client gave the item none."""
     given = item.get("id")
     return ConversationItem(given if isinstance(given, str) and given else identity, item)
 

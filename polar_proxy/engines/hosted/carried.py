@@ -77,8 +77,8 @@ SAMPLING: Mapping[str, frozenset[str]] = {
 }
 """Sampling parameters that each provider's API has."""
 REFUSED_SAMPLING = frozenset({"n", "logit_bias"})
-"""A request that sets one of these is refused if the provider has no such parameter: without it, the answer would not
-be the one that the client asked for."""
+"""Parameters that must not be dropped silently, because the client would get another answer than it asked for. If a
+request sets such a parameter and the provider's API does not have it, the request is refused."""
 NEUTRAL = {
     "top_p": 1.0,
     "top_k": 0,

@@ -8,13 +8,14 @@ not compared.
 These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
 given texts were sampled. The other parsers are vLLM's own code and are compared on whatever was sampled. If tool calls
-in the template's own format were sampled, the chat route must have parsed at least one of them as a call. Some of the
-server's parsers put a grammar of their own in place of Polar's; then the calls sampled under that grammar are compared.
-If no call was sampled, the side process is used only if a setting names the server's parsers.
+in the template's own format were sampled, the chat route must have parsed at least one of them as a call. Some servers
+replace the grammar with which Polar forces an answer by a grammar of their own. Then the calls in the answer that the
+server samples instead are compared. If no call was sampled, the side process is used only if a setting names the
+server's parsers.
 
 The server is made to answer both a first message and a tool's result, because some parsers look at the history. If
-several of vLLM's parsers fit, they are compared with each other on random variations of the answers. The server samples
-variations on which they differ, until the parsers that are left parse alike.
+several of vLLM's parsers fit, they are run on random variations of the answers. The server then samples variations
+that these parsers parse differently, until the parsers that are left parse alike.
 
 `forced_sampling.py` makes the server sample a text. A text that was not sampled proves nothing about the Hermes parser.
 """
@@ -77,8 +78,8 @@ _OWN_GRAMMAR = (
 )
 _PIECES = 8
 _ROUNDS = 4
-"""Maximum number of rounds in a row that rule out no pair of parsers. In a round, the server samples answers that the
-remaining pairs parse differently."""
+"""Give up after so many rounds in a row without progress. In a round, the server samples answers that the remaining
+pairs of parsers parse differently. A round makes progress if it rules out a pair."""
 
 
 class ParserProofs:
@@ -95,9 +96,9 @@ class ParserProofs:
         parsers: Parsers | None = None,
         adds_grammar: bool = False,
     ) -> None:
-        """`tools` says that the server accepts `tool_choice: auto`; `process` runs vLLM's parsers, if there is one;
-        `parsers` are the server's, if they are known; `adds_grammar` says that the server was seen to sample requests
-        with tools under a grammar of its own."""
+        """`tools`: whether the server accepts `tool_choice: auto`. `process`: runs vLLM's parsers; None if there is no
+        side process. `parsers`: the parsers of the server; None if they are not known. `adds_grammar`: whether the
+        server was seen to sample requests with tools under a grammar of its own."""
         self._client = client
         self.process = process
         self._parsers = parsers
@@ -226,7 +227,10 @@ class ParserProofs:
     def _hermes_mode(
         self, answers: list[ForcedAnswer], reasons: bool, tail: PromptTail, call_problem: str | None
     ) -> tuple[Reasoning | None, str | None]:
-        """Return the reasoning mode in which the Hermes parser agrees with the chat route; if none, why not."""
+        """Return the reasoning mode in which the Hermes parser agrees with the chat route, and None.
+
+        If there is no such mode, return None and the reason.
+        """
         # If the prompt has `<think>`, the penalty excludes another one, so that no answer begins with the tag.
         optional = {IN_REASONING, *([TAGGED] if reasons and tail != "none" else [])}
         if (problem := unforced(answers, optional) or call_problem) is not None:
@@ -260,9 +264,9 @@ class ParserProofs:
         return "open" if places[THINK] > places[END_THINK] else "closed"
 
     async def _call_format_problem(self, sampling: ForcedSampling) -> str | None:
-        """Return why the Hermes parser cannot read tool calls in the chat template's format, or None if it can.
+        """Return None if the Hermes parser can read tool calls in the chat template's format, else the reason.
 
-        The model is expected to write tool calls in that format.
+        The template's format counts because the model is expected to write its own calls in it, too.
         """
         if not self._tools:
             return None
@@ -330,9 +334,9 @@ class ParserProofs:
     ) -> list[Parsers]:
         """Return the pairs of parsers among `found` that also parse further answers as the server does.
 
-        The server samples answers on which the pairs differ, until one pair is left. If no such answer is found, the
-        pairs parse alike, and one of them is returned. Several are returned if the server cannot be made to sample an
-        answer that rules some of them out.
+        The server samples answers that the pairs parse differently, until one pair is left. If no such answer is found,
+        the pairs count as equal, and one of them is returned. If the server cannot be made to sample such answers, all
+        pairs that are left are returned.
         """
         assert self.process is not None
         request = parser_request(self._client.model, sampling.request)

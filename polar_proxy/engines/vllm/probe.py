@@ -65,14 +65,14 @@ class VerifiedServer:
 
 
 class ServerProbe:
-    """Verification of one server, and owner of the side process. It sets the client's model if the user named none."""
+    """Verifies one server, and owns the side process. If the user named no model, the probe sets the client's model."""
 
     def __init__(
         self, client: VllmClient, vllm_python: str | None, parsers: Parsers | None, model_folder: str | None
     ) -> None:
-        """`vllm_python`: the Python of an environment with vLLM, whose parsers are tried on the server's answers;
-        `parsers`: the parsers that the server was started with, if they are known; `model_folder`: the folder of the
-        model's files on this machine."""
+        """`vllm_python`: the Python of an environment with vLLM. The parsers of this vLLM are tried on the server's
+        answers. `parsers`: the parsers that the server was started with, if they are known. `model_folder`: the folder
+        of the model's files on this machine."""
         self._model_folder = model_folder
         self._parsers = parsers
         self._client = client
@@ -204,8 +204,10 @@ class ServerProbe:
         return await self._accepts(response_format=_SCHEMA, **bias)
 
     async def _missing_evidence(self) -> str | None:
-        """Return what is wrong with an answer's token ids or log-probabilities, with the remedy; None if they are
-        complete."""
+        """Return None if the server's answers have complete token ids and log-probabilities.
+
+        Otherwise return a description of the fault, with the remedy if Polar knows one.
+        """
         body: Json = {"max_tokens": 4, "logprobs": True, "return_token_ids": True}
         try:
             whole = await self._chat(**body, return_tokens_as_token_ids=True)
@@ -275,10 +277,11 @@ class ServerProbe:
         return await self._client.render({"messages": messages, "add_generation_prompt": True, **fields})
 
     async def _find_renderer(self, *, tools: bool) -> bool:
-        """Return whether the chat route's prompt ids can be had without sampling; set the client's renderer if needed.
+        """Return whether Polar can get the chat route's prompt ids without sampling.
 
         `/tokenize` renders with the model's template. The chat route of some models does not (gpt-oss: the library
-        openai-harmony). vLLM's own renderer in the side process does what the chat route does.
+        openai-harmony). In that case, try vLLM's own renderer in the side process, and make it the client's renderer if
+        it gives the ids of the chat route.
         """
         if await self._renders(tools=tools):
             return True
@@ -299,10 +302,9 @@ class ServerProbe:
         return False
 
     async def _renders(self, *, tools: bool) -> bool:
-        """Return whether test conversations are rendered to the prompt ids of the chat route.
+        """Return whether `VllmClient.render` gives the chat route's prompt ids for each of some test conversations.
 
-        A conversation that the renderer and the chat route both refuse counts as rendered alike. But the conversation
-        `USER` must not be refused.
+        If both refuse a conversation, it counts as equal. But the conversation `USER` must not be refused.
         """
 
         async def equal(messages: list[Json], **fields: Any) -> bool:
@@ -344,12 +346,12 @@ class ServerProbe:
     async def _end_of_turn(self) -> int | None:
         """Return the id of the token that ends an answer; None if it is not found.
 
-        Candidates are the tokens with which the template closes a message. If the template writes no token at the end
-        of a message, the candidates are the tokens that begin the next message (GLM). Some candidates, such as a line
-        break, do not end an answer. So a bias makes the server sample each in turn, and the first at which the server
-        stops by itself is returned. If the side process renders, the candidates are the stop tokens of the model's
-        configuration. (The token that gpt-oss's format writes after past answers is not the one at which the server
-        stops.)
+        Candidates are the tokens with which the template closes a message. If the template closes messages without a
+        token (GLM), the candidates are the tokens that begin the next message. If the side process renders (as for
+        gpt-oss), the candidates are the stop tokens of the model's configuration.
+
+        Some candidates, such as a line break, do not end an answer. So a bias makes the server sample one candidate
+        after the other. Return the first at which the server stops by itself.
         """
         for token in await self._end_candidates():
             if await stops_at(self._client, token):
@@ -372,7 +374,7 @@ class ServerProbe:
 
 
 async def stops_at(client: VllmClient, token: int) -> bool:
-    """Return whether the server stops by itself at a token, which a bias makes it sample."""
+    """Make the server sample a token, by a bias. Return whether the server stops by itself after the token."""
     body = {"messages": USER, "max_tokens": 2, "logit_bias": {str(token): 100}, "return_token_ids": True}
     choice = (await client.chat(body))["choices"][0]
     # The stop reason is the token's id if only the model's generation config makes it an end token.

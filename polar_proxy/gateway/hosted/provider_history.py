@@ -6,10 +6,10 @@ recorded with the messages and answers that the ids stand for. The body is sent 
 
 Promises:
 
-* A session's calls are joined to its own calls only.
-* A history is complete if each id was found and each answer could be read. A conversation is known under two
-  conditions: Polar passed on the request that created it, and passed on no later request that only adds or deletes
-  items (`ConversationRoutes`). A stored prompt (`prompt`) is never known, so a body that names one has no complete
+* A call is joined only to calls of its own session.
+* A history is complete if each id was found and each answer could be read. A conversation is found only if Polar passed
+  on the request that created the conversation, and no request that only adds or deletes its items
+  (`ConversationRoutes`). A stored prompt (`prompt`) is never found, so a body that names a prompt has no complete
   history.
 * If the store fails, the history is incomplete, and the request is passed on.
 """

@@ -67,9 +67,9 @@ def _name(rng: random.Random, syllables: int) -> str:
 
 
 def judge_child(child: dict[str, Any], canaries: list[dict[str, str]]) -> tuple[dict[str, str], set[str]]:
-    """Return the verdicts that a child process reported for its tests, and the signs that it forged them.
+    """Return the verdicts that a child process reported for its tests, and all signs of forgery.
 
-    All verdicts are `error` if the child did not end by itself.
+    If the child did not end by itself, all verdicts are `error`.
     """
     events = child["events"]
     tests = [event for event in events if event[0] == "test"]

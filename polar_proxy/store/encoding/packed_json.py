@@ -1,6 +1,6 @@
 """Small JSON values as packed cells, and what all cells share: the header, and compression by raw deflate.
 
-The format is described in `cells`. This module does not import numpy, so that the schema does not need it.
+The format is described in `cells`. This module does not import numpy, so that `store.schema` can be used without numpy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MIN_DICTIONARY, _DICTIONARY_PER_BYTE = 8192, 64
 """How much of a preset dictionary is used: `_DICTIONARY_PER_BYTE` bytes for each byte to compress, but at least
 `_MIN_DICTIONARY` bytes."""
 _LOOKAHEAD = 262
-"""Number of bytes by which zlib's longest match distance is shorter than its window (MIN_LOOKAHEAD)."""
+"""zlib's window minus this number of bytes is the longest distance at which zlib finds a match (MIN_LOOKAHEAD)."""
 _MAX_SMALL_JSON = 64 << 20
 
 _JSON_DICTIONARY = (

@@ -49,9 +49,9 @@ NOT_EXPORTED = frozenset(
         *("conversations", "conversation_items", "provider_ids"),
     }
 )
-"""Tables that concern one database only: its queue, deliveries, keys and calls in progress. Also the conversations and
-responses that a client continues with its key, because an archive contains no keys. Calls are exported with whole
-messages."""
+"""Tables that concern one database only: its queue, deliveries, keys and calls in progress. Also the tables by which a
+client with a session's key continues stored conversations and responses, because an archive contains no keys. Calls
+are exported with whole messages."""
 CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},
@@ -63,7 +63,7 @@ CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
         "owner_pid": None,
     },
 }
-"""Columns that get these values in an archive, and again when it is imported."""
+"""table -> column -> value that replaces the column's own value in an archive, and again at the import."""
 _NOT_COMPARED: dict[str, frozenset[str]] = {"nodes": frozenset({"data"}), "tasks": frozenset({"created_at"})}
 """Columns that imports do not compare: equal content may be packed differently, and equal tasks may have been stored at
 different times."""
@@ -87,8 +87,8 @@ its owners."""
 
 @dataclass(slots=True)
 class ArchiveCounts:
-    """Numbers of exported or imported rows, by table, and of files. `known`: number of rows that an import found
-    already stored."""
+    """Numbers of exported or imported rows (by table) and files. `known`: number of rows of the archive that were
+    already stored before the import."""
 
     rows: dict[str, int] = field(default_factory=dict)
     known: int = 0
@@ -104,8 +104,8 @@ async def import_archive(
 ) -> ArchiveCounts:
     """Import a whole archive, or nothing if an error is raised.
 
-    Raises UsageError if there is no file, and StoreError if the archive is damaged or forged, exceeds a limit, has a
-    newer schema, or conflicts with stored rows (see the promises above).
+    Raises UsageError if there is no file. Raises StoreError if the archive is damaged or forged, exceeds a limit, has
+    a newer schema, or conflicts with stored rows (see the docstring of this module).
     """
     parent = artifacts.parent
     await asyncio.to_thread(parent.mkdir, mode=0o700, parents=True, exist_ok=True)
@@ -151,8 +151,8 @@ async def single_file(path: Path) -> AsyncIterator[Database]:
 
 
 def parents_first(table: Table) -> list[ColumnElement[Any]]:
-    """Return the columns by which a table's rows are ordered. For `nodes`, they put each node with content after its
-    parent. For other tables, they are the primary key."""
+    """Return the columns by which a table's rows are ordered: the primary key, except for the table `nodes`. There, the
+    columns put each node with content after its parent."""
     # `chain_length` grows along a chain, except at empty nodes.
     return [table.c.chain_length, table.c.length.desc()] if table.name == "nodes" else list(table.primary_key.columns)
 
@@ -227,10 +227,10 @@ class _Transfer:
                 )
 
     async def check_sessions(self) -> None:
-        """Refuse new sessions of rollouts that were stored before the import.
+        """Refuse the archive if a new session belongs to a rollout that was stored before the import.
 
-        `_check_owners` cannot do this: sessions are imported before rollouts, so the new rollouts are not known when it
-        checks the sessions.
+        Call this after the import of the rollouts. `_check_owners` checks sessions before that, when the new rollouts
+        are not known yet.
         """
         s, r = schema.sessions.c, schema.rollouts.c
         new = sorted(self._new["sessions"])

@@ -1,8 +1,9 @@
 """Copies the rows of a received database, which may come from anyone, into a new database with this version's schema.
 
-The received file is read as data only: it must have plain tables with exactly the columns of the schema, so that no
-view, trigger, generated column or virtual table of it is ever evaluated. Each value is checked by the type of its
-column. The unpacked size of all packed values is limited; it is read from their headers before anything unpacks them.
+The received file is read as data only: it must have plain tables with exactly the columns of the schema. So no view,
+trigger, generated column or virtual table in the file is ever evaluated. Each value must have the type of its column.
+The packed values may unpack to a limited total size. Their headers state the sizes, so nothing is unpacked before the
+check.
 """
 
 from __future__ import annotations
@@ -327,8 +328,10 @@ def _check_chains(target: sqlite3.Connection) -> None:
 
 
 def _check_sizes(target: sqlite3.Connection, unpacked_limit: int) -> None:
-    """Raise ForgedRowError for chains that would need far more memory when they are read than the archive has bytes:
-    many branches of a long chain, or many calls that each have a long conversation."""
+    """Raise ForgedRowError if reading the chains would need more memory than an archive of this size may need.
+
+    This happens if a long chain has many branches, or if many calls have long conversations.
+    """
     branches = """
         SELECT COALESCE(SUM((children - 1) * chain_length), 0) FROM nodes JOIN (
             SELECT parent_id AS parent, COUNT(*) AS children FROM nodes WHERE parent_id IS NOT NULL GROUP BY parent_id

@@ -1,4 +1,4 @@
-"""Run the migrations on the connection, and in the transaction, of `polar_proxy.store.migrate`."""
+"""Run the migrations. `polar_proxy.store.migrate` provides the connection, which already has a transaction."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A gateway that shares the database with others announces each call before it answers the call. The announcement is a row
 of `open_calls` and has a lease. Promises:
 
-* A call is announced only while its session is open: once the session is closed, no gateway starts another call of it.
+* A call is announced only while its session is open. So no gateway starts a call of a session that is closed.
 * The recorded and announced calls of a session are never more than `max_calls` of its budget, whichever gateways
   announce them.
 * The transaction that commits a call deletes its announcement. If the lease of an announcement has expired, its call is
@@ -87,9 +87,9 @@ class CallSummary:
     completion_tokens: int
     cached_tokens: int | None
     input_tokens: int | None
-    """Number of prompt tokens of a hosted call, as the provider counts them (`Usage`)."""
+    """Hosted call: number of prompt tokens, as the provider counts them (`Usage`). None for other calls."""
     output_tokens: int | None
-    """Number of sampled tokens of a hosted call, as the provider counts them (`Usage`)."""
+    """Hosted call: number of sampled tokens, as the provider counts them (`Usage`). None for other calls."""
     price_usd: float | None
     weight_version: str | None
     started_at: float
@@ -235,7 +235,7 @@ class CallRepository(Repository):
     async def _load(
         self, where: ColumnElement[bool], values: Mapping[str, object], *, text: bool = True
     ) -> list[CallRecord]:
-        """Return the calls that meet `where` with these values (see `fetch`)."""
+        """Return the calls that meet the condition `where`. `values`: its parameters (see `fetch`)."""
         loader = await self._database.read(lambda connection: fetch(connection, where, values, text=text))
         return await asyncio.to_thread(loader.records)
 
@@ -245,7 +245,7 @@ class CallRepository(Repository):
         return await self._rows(CallSummary, query)
 
     async def lineages(self, session_id: str, *, known: Collection[str] = ()) -> list[StoredLineage]:
-        """Return how each call of the session relates to earlier ones, ordered by start, without loading messages.
+        """Return how each call of the session relates to earlier calls, ordered by start. Load no messages.
 
         `known`: ids of calls to leave out; ignored if there are too many for one statement.
         """
@@ -351,8 +351,8 @@ class OpenCallRepository(Repository):
         return await self._rows(OpenCall, query)
 
     async def are_abandoned(self, session_id: str, call_ids: Collection[str]) -> bool:
-        """Return whether the session of these calls has ended without waiting for them: it is closed, and its end has
-        removed their announcements."""
+        """Return whether the session has ended without waiting for these calls. Then the session is closed, and none
+        of the calls is announced any more."""
         announced = select(_o.call_id).where(_o.call_id.in_(list(call_ids))).exists()
         closed = select(_s.session_id).where(_s.session_id == session_id, _s.closed_at.is_not(None), ~announced)
         return bool(await self._scalars(closed))
@@ -390,7 +390,8 @@ class OpenCallRepository(Repository):
 
 
 def _insert_announcements(connection: Connection, batch: Sequence[Announcement]) -> list[AnnouncementResult]:
-    """Insert the calls of each announcement, unless its session is closed or would exceed `max_calls`."""
+    """Insert the calls of each announcement. Insert none of its calls if the session is closed, or if the session would
+    then have more than `max_calls` calls."""
     ids = sorted({one.session_id for one in batch})
     limited = sorted({one.session_id for one in batch if one.max_calls is not None})
     # Sessions are locked in the order of their ids, as commits do. The lock makes this transaction wait for the closing

@@ -105,8 +105,8 @@ class ShardedLearner(Learner):
         return {**state, "state": whole}
 
     def load_shards(self, weights: Mapping[str, Tensor] | None, optimiser: Mapping[str, Any]) -> None:
-        """Distribute the tensors of rank 0 to all processes. In the other processes, `weights` is None, and so is every
-        sharded tensor of `optimiser`."""
+        """Distribute the tensors of rank 0 to all processes. The other processes give None for `weights`, and for each
+        tensor of `optimiser` that is sharded."""
         with torch.no_grad():
             for name, own in dict(self.model.named_parameters()).items():
                 own.copy_(self._shard(None if weights is None else weights[name], own))

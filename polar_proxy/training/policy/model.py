@@ -49,8 +49,8 @@ from polar_proxy.training.policy.tree import (
 from polar_proxy.training.step_stats import StepAccumulator, StepStats, step_stats
 
 WeightsAfterStep = Callable[[int, Any], Mapping[str, Tensor]]
-"""Function of a step and a model that returns the parameters that the model had after the step, by name; parameters
-that training does not change may be missing. Raises TrainingError if the weights of that step are not kept."""
+"""Function of a step and a model. It returns name -> parameter of the model after that step. Parameters that training
+does not change may be missing. Raises TrainingError if the weights of that step are not kept."""
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Any:
@@ -243,7 +243,8 @@ class Learner:
         """Return the policy version of each sampled token [s] as a number: how many steps its weights were trained for.
 
         `step`: the version of the current weights. In a synchronous run, tokens of an unknown version count as sampled
-        by the current weights. Raises TrainingError for any other version that is not of this run (0 to `step`).
+        by the current weights. Raises TrainingError if a token has a version outside 0 to `step`, or if the run is
+        asynchronous and a version is unknown.
         """
         numbers = []
         for version in microbatch.versions:
@@ -338,7 +339,8 @@ class Learner:
         return int(self.model.config.get_text_config().vocab_size)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the parameters by name, tied ones once, without copying. With LoRA: the merged weights."""
+        """Return the parameters by name, not copied. Tied parameters appear once. With LoRA: the merged weights, in
+        which the adapted matrices are copies."""
         if self._config.lora is not None:
             return lora.merge(self.model, self._config.lora)
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
