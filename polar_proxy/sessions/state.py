@@ -160,8 +160,8 @@ CacheEntry = LastRequest | MarkedText | AnsweredCall | UnrecordedCall | Referabl
 
 
 class ConversationCache(LRUCache[Hashable, Any]):
-    """A cache with a size limit in bytes. It holds last requests and marked texts (by session id), answered calls (by
-    call id and choice), unrecorded calls, and the answers to which requests refer."""
+    """A cache with a size limit in bytes, for all sessions. It holds each session's last request and marked text,
+    answered calls (by call id and choice), unrecorded calls, and answers to which later requests may refer."""
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         super().__init__(capacity, lambda entry: entry.size)
@@ -207,7 +207,7 @@ class SessionState:
         self.key_hashes: set[bytes] = set()
         """The hashes of all keys by which the gateway finds this session in memory."""
         self.counted_calls = 0
-        """The `weight` that the registry has counted for this session."""
+        """This session's part of the registry's sum: its `weight` when the registry last counted it."""
         self.requests = 0
         """Number of requests that are being read or answered; see `in_request`."""
         self.in_flight = 0
@@ -409,7 +409,7 @@ class SessionState:
         self._cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
 
     def drop_cached(self) -> None:
-        """Drop all that the cache holds of this session, because the session is dropped from memory."""
+        """Remove this session from the cache, because it is dropped from memory. Unrecorded calls stay."""
         self._cache.pop(self.session_id, None)
         self._cache.pop(("marked", self.session_id), None)
         for node in self._index.by_id.values():

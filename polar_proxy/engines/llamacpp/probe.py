@@ -119,7 +119,7 @@ async def _properties(client: LlamaCppClient) -> Json:
 async def _model_name(client: LlamaCppClient, wanted: str | None) -> str:
     served = [str(row["id"]) for row in client.field(await client.json("GET", "/v1/models"), "data")]
     if len(served) != 1:
-        raise EngineError(f"{client.name} serves {len(served)} models: start a llama-server with one (-m FILE).")
+        raise EngineError(f"{client.name} serves {len(served)} models: start a llama-server with one model (-m FILE).")
     if wanted not in (None, served[0]):
         raise EngineError(f"{client.name} does not serve {wanted!r}. It serves: {served[0]}.")
     return served[0]

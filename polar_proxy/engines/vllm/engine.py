@@ -219,10 +219,11 @@ class VllmEngine(LocallyRenderingEngine):
     async def _complete(
         self, events: list[SampleEvent], request: EngineRequest, prompt: VllmPrompt | None
     ) -> list[SampleEvent]:
-        """Return an answer's events with the texts of alternative tokens (`top_logprobs`), if these were requested.
+        """Add to an answer's events the texts of alternative tokens, if the request has `top_logprobs`.
 
-        With `prompt`, the request was a completion, whose text the server does not parse, so reasoning and tool calls
-        are parsed here. Raises EngineError if the server did not use the ids of `prompt`.
+        If `prompt` is given, the call used the completions route. The server does not parse the text of a completion,
+        so its reasoning and tool calls are parsed here. Raises EngineError if the server did not use the ids of
+        `prompt`.
         """
         if events and request.sampling.top_logprobs:
             events = await self._texts.add_texts(events)

@@ -56,7 +56,7 @@ class ResponsesWebSocket:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         """Queue of request bodies. None follows them when the WebSocket ends."""
         self._close_code: int | None = None
-        """The close code to send; None before the server decides to close, and if the client has disconnected."""
+        """The close code to send. None until the server decides to close, and once the client has disconnected."""
         self.gone = asyncio.Event()
         """Set once the client has disconnected."""
         self.answering = False

@@ -171,8 +171,8 @@ _LOW_BYTES = {
     width: np.dtype({"names": ["low"], "formats": [f"V{width}"], "offsets": [0], "itemsize": 4})
     for width in (1, 2, 3, 4)
 }
-"""width -> the numpy type that holds the `width` lowest bytes of a 4-byte number as one item, so that they are copied
-together."""
+"""width -> a numpy type of 4-byte numbers. Its field `low` has the `width` lowest bytes as one item, so that numpy
+copies them together."""
 
 
 def low_bytes(ids: TokenIds, width: int) -> bytes:
