@@ -134,8 +134,8 @@ class TracePath:
 def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> TracePath:
     """Return all tokens from the root to the end of a trace.
 
-    `traces` are all traces of its build, including its ancestors. Raise ValueError if an ancestor is missing, or is
-    shorter than the position of the branch.
+    `traces` are all traces of its build, including its ancestors. Raise ValueError if an ancestor is missing, or if a
+    trace branches at a position outside of its parent's tokens.
     """
     by_id = traces if isinstance(traces, Mapping) else {one.trace_id: one for one in traces}
     pieces = [(trace, len(trace.token_ids))]

@@ -389,7 +389,7 @@ class EngineMonitor:
         return ENGINE_DOWN
 
     def busy(self) -> str | None:
-        """Return why no further agent should start while others run, or None."""
+        """Return why the engine is too busy for a further agent; None if it is not."""
         if self.load is None:
             return None
         if self.load.kv_usage is not None and self.load.kv_usage > self._limits.engine_kv:

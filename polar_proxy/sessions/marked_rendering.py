@@ -91,7 +91,7 @@ class Marking(NamedTuple):
     before_answers: bool
     """Put a mark before the text of answers, too. There is always a mark after the text of an answer."""
     empty_answers: bool
-    """Mark answers without text too, for templates that show no tool calls."""
+    """Put a mark into each answer without text, too. If the template shows no tool calls, their marks are lost."""
 
 
 MARKINGS = tuple(
@@ -207,7 +207,7 @@ class MarkedRendering:
     """A rendering of messages with marks, cut into answers and the fixed texts between them (see the module)."""
 
     fixed: tuple[str, ...]
-    """The texts between the answers, with marks; the last one follows the last answer's stop token."""
+    """The texts before, between and after the answers, with marks. The last one begins after the last stop token."""
     answers: tuple[int, ...]
     """The indices of the messages that are answers and appear in the rendering."""
     stop: str
