@@ -274,9 +274,9 @@ def share_buffer(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -
 
 
 def shared_length(ids: TokenIds, known: TokenIds | None) -> int:
-    """Return the length of `known` if `ids` begins with `known` and both begin at the same address; otherwise 0.
+    """Return the length of `known` if `known` is the beginning of `ids` in the same memory; otherwise 0.
 
-    If the result is 0, the caller must compare the tokens of both, because they may be equal at different addresses.
+    If the result is 0, the caller must compare the tokens, because `ids` may begin with a copy of `known`.
     """
     return len(known) if known is not None and len(known) <= len(ids) and share_buffer(ids, known) else 0
 

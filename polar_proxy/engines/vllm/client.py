@@ -248,7 +248,7 @@ def chat_body(request: ChatRequest, *, stream: bool) -> Json:
 
 
 def render_body(request: ChatRequest, *, generation: bool = True) -> Json:
-    """Return the body for `/tokenize` that renders a conversation; `generation` includes the tokens that open the
+    """Return the body for `/tokenize` that renders a conversation. `generation`: add the tokens that open the next
     answer."""
     return {**conversation_fields(request), "add_generation_prompt": generation}
 

@@ -171,7 +171,7 @@ class StoredConversations:
             log.warning("a conversation at the provider is not known, and calls in it are not trained: %r", error)
 
     async def forget_created(self, session: SessionState, conversation_id: str) -> None:
-        """Delete the record of a conversation that a provider keeps, because its items are no longer known."""
+        """Delete the record of a provider's conversation, before the provider deletes it or changes its items."""
         if await self._run(partial(self._stored.get, at_provider=True), session.session_id, conversation_id):
             await self._run(self._stored.delete, conversation_id)
 

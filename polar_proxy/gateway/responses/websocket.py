@@ -54,7 +54,7 @@ class ResponsesWebSocket:
         self._scope = scope
         self._send = send
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """Queue of request bodies. None follows them when the WebSocket ends."""
+        """Queue of request bodies. The item None means that no further request is answered."""
         self._close_code: int | None = None
         """The close code to send. None until the server decides to close, and once the client has disconnected."""
         self.gone = asyncio.Event()
@@ -164,7 +164,7 @@ class ResponsesWebSocket:
 
 
 class _WebSocketRequest:
-    """One request of a WebSocket in the form of an HTTP request: its `receive`, and the `send` for its answer."""
+    """A request on a WebSocket, in the form of an HTTP request: `receive` returns its body, `send` takes its answer."""
 
     def __init__(self, websocket: ResponsesWebSocket, body: bytes) -> None:
         self._websocket = websocket

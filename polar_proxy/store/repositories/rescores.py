@@ -36,8 +36,8 @@ _c = schema.calls.c
 class Rescore:
     """The tokens and log-probabilities that `engine` computed for one answer.
 
-    `prompt_ids`: int32 [m], `token_ids`: int32 [n]. `logprobs`: float32 [n], in nats, raw (of the model's own
-    distribution), each given the prompt and the tokens before it (teacher forcing).
+    `prompt_ids`: int32 [m], `token_ids`: int32 [n]. `logprobs`: float32 [n], in nats, from the model's own
+    distribution: of each token, given the prompt and the tokens of the answer before it (teacher forcing).
     """
 
     call_id: str
