@@ -191,8 +191,8 @@ def default_state_dir() -> Path:
 async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
     """Remove the sandboxes of dead owners in this state directory, and all containers of dead owners.
 
-    Return what was removed. A sandbox that cannot be removed, or whose container engine does not answer, raises no
-    error: a logged warning names it, and it stays registered for the next sweep.
+    Return what was removed. If a sandbox cannot be removed, or its container engine does not answer, no error is
+    raised. A warning in the log names the sandbox, and the sandbox stays registered for the next sweep.
     """
     if state_dir is None:
         state_dir = await asyncio.to_thread(default_state_dir)

@@ -276,7 +276,7 @@ class SessionState:
     ) -> Lineage:
         """Decide the lineage of a call, and add the call to the index. `now`: seconds since the epoch.
 
-        `hashed`: the result of `hash` for this request, if there is one already.
+        `hashed`: the result of `hash` for this request, if the caller has hashed it already.
         """
         conversation, texts = hashed or self.hash(request, self.last_conversation)
         messages, chain = conversation.messages, conversation.chain

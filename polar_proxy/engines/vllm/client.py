@@ -59,7 +59,7 @@ class SeparateChunkDecoder(ChunkDecoder):
 
 
 class VllmClient(OpenAIClient):
-    """A vLLM server. `model` goes into every request body; the probe sets it if the user named none."""
+    """A vLLM server. `model` goes into every request body. If the user named no model, the probe sets `model`."""
 
     def __init__(self, url: str, api_key: str | None = None, *, model: str | None = None) -> None:
         super().__init__(url, api_key)

@@ -106,7 +106,7 @@ Raises RequestError if the body is refused, and ClientDisconnected if the client
 class StoredConversations:
     """The conversations of sessions, within their limits.
 
-    All methods except `keep_created` raise StoreError while the store does not answer.
+    If the store does not answer, all methods except `keep_created` raise StoreError.
     """
 
     def __init__(self, store: Store, monitor: StoreMonitor, most_bytes: int, most_items: int) -> None:
@@ -147,7 +147,7 @@ class StoredConversations:
         """Append items.
 
         Raises RequestError: 400 if the conversation already has an item with the same id, 413 if the conversation would
-        exceed a limit, 429 if the session would exceed one.
+        exceed its limits, 429 if the session would exceed its limits.
         """
         await self._check_session(session, 0, added_bytes)
         self._check(await self._run(self._stored.size, conversation_id), len(items), added_bytes)
@@ -159,7 +159,8 @@ class StoredConversations:
     async def keep_created(self, session: SessionState, request: bytes, answer: bytes) -> None:
         """Store a conversation that a provider created, with its items, so that calls in it have a complete history.
 
-        Nothing is stored if the items cannot be read or are references, if a limit is exceeded, or if the store fails.
+        Nothing is stored if the items cannot be read, if an item is a reference, if a limit is exceeded, or if the
+        store fails.
         """
         try:
             identity, items = orjson.loads(answer)["id"], orjson.loads(request or b"{}").get("items") or []

@@ -60,7 +60,7 @@ class ResponsesWebSocket:
         self.gone = asyncio.Event()
         """Set once the client has disconnected."""
         self.answering = False
-        """True from the arrival of a request until the last event of its answer is being sent."""
+        """True while a request is answered. False as soon as the sending of the answer's last event begins."""
         self.latest_call: str | None = None
         """Call id of the latest complete answer; None if there is none, or if a request that continues it failed."""
 

@@ -43,8 +43,8 @@ from polar_proxy.types import Logprobs, TokenIds
 
 _IDS, _LOGPROBS = 1, 2
 CONTEXT = 32_768
-"""Maximum number of bytes of preceding content in the dictionary, which is the size of deflate's window. Part of the
-format."""
+"""Maximum size of a dictionary in bytes: the size of deflate's window. Stored cells cannot be unpacked with another
+value."""
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 
 _MIN_LENGTH = 32

@@ -80,8 +80,7 @@ async def _check_calls(connection: AsyncConnection, seen: set[bytes], progress: 
 
 
 async def _check_other_nodes(connection: AsyncConnection, seen: set[bytes], progress: ProgressCallback) -> Faults:
-    """Check the nodes that belong to no call: the nodes of rescored prompts, and the nodes that `polar db vacuum` would
-    remove."""
+    """Check the nodes that belong to no call. They come from rescores, or `polar db vacuum` would remove them."""
     n = schema.nodes.c
     last, done = b"", 0
     total = await connection.scalar(select(func.count()).select_from(schema.nodes)) or 0

@@ -166,10 +166,10 @@ class GroupRepository(Repository):
     async def carry_over(
         self, group_id: str, *, policy_version: str | None = None, max_staleness: int = 1
     ) -> list[str]:
-        """Give a new group the overflow of the same task that waits in holding groups (see the top of this module).
+        """Move waiting overflow of the same task to a new group (see the top of this module).
 
-        Each moved rollout replaces a rollout of the new group that has not started. Returns the ids of the moved
-        rollouts.
+        Each moved rollout takes the place of a rollout of the new group that has not started. Returns the ids of the
+        moved rollouts.
 
         If policy versions are numbers, overflow that is more than `max_staleness` versions older than `policy_version`
         is left out, because one such rollout would make the whole group stale.
