@@ -95,7 +95,7 @@ def policy_versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | 
 
 
 def samplings_of(spans: Iterable[Span], calls: Mapping[str, CallRecord]) -> tuple[AnswerSampling, ...]:
-    """Return how the answer of each sampled span was sampled."""
+    """Return how the answers in the sampled spans were sampled, one entry for each span."""
     return tuple(answer_sampling(call, choice) for _, call, choice in _sampled_answers(spans, calls))
 
 

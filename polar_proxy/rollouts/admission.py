@@ -383,7 +383,7 @@ class EngineMonitor:
         """The load at the last check, if the engine reports it."""
 
     def down(self) -> str | None:
-        """Return why no agent should start now, or None."""
+        """Return why no agent should start; None if the engine responds, or has failed for longer than the patience."""
         if self._down_since is None or time.monotonic() - self._down_since > self._patience:
             return None
         return ENGINE_DOWN

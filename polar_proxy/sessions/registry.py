@@ -160,7 +160,7 @@ class SessionRegistry:
     async def store_late(self, session: SessionState) -> str:
         """Store a session that was opened while the store failed. Return the id under which it is stored.
 
-        If a session with the same key is stored already, this one is forgotten, and the id is that of the stored one.
+        If the store already has a session with the same key, forget this session, and return the stored session's id.
         """
         if session.unstored_key is None:
             return session.session_id

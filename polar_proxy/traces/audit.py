@@ -122,7 +122,7 @@ class AuditReport:
     skipped_tokens: Counter[str] = field(default_factory=Counter)
     findings: Counter[str] = field(default_factory=Counter)
     rejected: dict[str, str] = field(default_factory=dict)
-    """trace id -> the findings"""
+    """trace id -> its findings in words, or the remark that its builder rejected the trace."""
     worst: list[tuple[LogprobDifference, str]] = field(default_factory=list)
     """The tokens that differ most, largest first, each with its harness."""
     scored_tokens: int = 0

@@ -238,7 +238,7 @@ class VllmEngine(LocallyRenderingEngine):
         return [await prompt.parser.parse(event) for event in events]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """Implement `Engine.render` by `VllmClient.render`, if the probe found that it gives the chat route's ids.
+        """Implement `Engine.render`. If the probe found that `VllmClient.render` returns the chat route's ids, use it.
 
         Otherwise, let the chat route sample one token, and return the prompt ids from the answer.
         """

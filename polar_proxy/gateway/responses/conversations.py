@@ -117,7 +117,7 @@ class StoredConversations:
         self._most_items = most_items
 
     async def find(self, session: SessionState, conversation_id: str, param: str | None = None) -> ConversationRow:
-        """Return a conversation of this session. Raises RequestError 404 if the session has none with this id."""
+        """Return a conversation of this session. Raises RequestError 404 for an unknown id."""
         found = await self._run(self._stored.get, session.session_id, conversation_id)
         if found is None:
             text = f"Conversation with id {conversation_id!r:.80} not found."

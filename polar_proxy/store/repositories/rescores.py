@@ -94,9 +94,9 @@ class RescoreRepository(Repository):
 
 
 def apply_rescores(calls: Iterable[CallRecord], rescores: Iterable[Rescore]) -> list[CallRecord]:
-    """Return the calls, with the rescored tokens in each call that has no tokens and whose answers were all rescored.
+    """Return the calls. Each call that has no tokens gets the rescored tokens, if all of its answers were rescored.
 
-    The call's `engine` remains the one that sampled the text.
+    The call's `engine` is still the engine that sampled the text.
     """
     by_call: dict[str, dict[int, Rescore]] = {}
     for one in rescores:

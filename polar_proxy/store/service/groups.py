@@ -75,7 +75,7 @@ class GroupRepository(Repository):
         return await self._rows(GroupRow, _select_groups.where(_g.job_id == job_id).order_by(_g.group_id))
 
     async def cancel(self, group_id: str, *, reason: str) -> list[str]:
-        """Cancel the remaining rollouts of a group. Returns the claimed ones: their workers must end them."""
+        """Cancel the remaining rollouts of a group. Returns the claimed rollouts, which only their workers can end."""
         still_open = and_(_g.group_id == group_id, _g.status == "open")
 
         def write(connection: Connection) -> list[str]:
