@@ -1,9 +1,9 @@
 """Orphaned sandboxes: find and remove the sandboxes of dead owners, and never touch those of a living owner.
 
-Every sandbox is registered in a folder of small JSON files before anything of it starts, and unregistered after all of
-it is removed. A record identifies the owner by machine, boot, process namespace, pid and start time. So a process that
-reuses the pid is not mistaken for the owner. An owner on another machine (shared disk) or in another process namespace
-is not mistaken for dead.
+Each sandbox has a record, a small JSON file in the folder of the registry. The record is written before any part of the
+sandbox starts, and removed after all parts of the sandbox. It identifies the owner by machine, boot, process namespace,
+pid and start time. So a process that reuses the pid is not mistaken for the owner. An owner on another machine (shared
+disk) or in another process namespace is not mistaken for dead.
 """
 
 from __future__ import annotations

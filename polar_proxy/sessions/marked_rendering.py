@@ -271,12 +271,12 @@ def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker
 
     The base is the earlier call that a new request continues. `base`: the marked rendering of the base's prompt;
     `whole`: the marked rendering of the new request. The fixed texts before the base's answer must be equal in both
-    renderings, apart from IGNORED_DIFFERENCES and one exception: the text before an answer may be longer in one
-    rendering, because there it also contains the beginning of the answer, up to the answer's first mark. Before the
-    base's own answer, only the text in `whole` may be longer.
+    renderings, apart from IGNORED_DIFFERENCES. There is one exception: a fixed text also contains the beginning of the
+    answer after it, up to the answer's first mark. So the text may be longer in one rendering than in the other. The
+    last text in `base` contains no answer, so only its counterpart in `whole` may be longer.
 
-    `opening` is the text with which the template opened the base's answer: if given, `whole` need not contain this
-    text. Raises RenderingError if the renderings differ otherwise.
+    `opening`: the text with which the template opened the base's answer. `whole` need not contain this text. Raises
+    RenderingError if the renderings differ otherwise.
     """
     if base.answers != whole.answers[: len(base.answers)] or len(base.fixed) > len(whole.fixed) - 1:
         raise RenderingError("history_changed", "the template shows other past answers than before")

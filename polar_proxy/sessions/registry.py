@@ -32,8 +32,8 @@ from polar_proxy.types import Json, new_id
 log = logging.getLogger(__name__)
 
 _IN_USE_SECONDS = 30.0
-"""For this long after its last request a session is in use and stays in memory, even if the sessions in use exceed the
-limit `calls_in_memory`. So no session is read back from the store more often than once in this time."""
+"""A session counts as in use for this long after its last request. Sessions in use stay in memory, even if they exceed
+the limit `calls_in_memory`. So no session is read back from the store more often than once in this time."""
 
 
 class SessionClosedError(RequestError):
@@ -100,8 +100,8 @@ class SessionRegistry:
     ) -> SessionState | None:
         """Open a session in memory for an unknown key while the store fails. `write_pending` stores it later.
 
-        Returns None if the gateway refuses unknown keys or must record calls, or if the key looks like one that Polar
-        issued or like a session's id: such a key may be a rollout's.
+        Returns None if the gateway refuses unknown keys or must record calls, or if the request comes from a sandbox.
+        Also None if the key looks like an issued key or a session's id, because it may belong to a rollout.
         """
         given = _given(key, path_key)
         if not self.open_to_all or inside_sandbox or self._requires_record(None):

@@ -51,8 +51,8 @@ from polar_proxy.types import (
 )
 
 _REQUEST_BYTES, _MESSAGE_BYTES, _ANSWER_BYTES = 4096, 600, 1024
-"""Memory in bytes, besides texts and tokens, of a cached request, of each of its messages, and of an answer.
-Measured."""
+"""Measured memory of a cached request, of each of its messages, and of an answer, in bytes. The memory of texts and
+tokens is added to these numbers."""
 _REASONING_PREFIX = 80
 """Number of characters that are kept of an answer's reasoning, to find out whether a rendered prompt contains it."""
 _RECENT_TEXTS = 32

@@ -262,8 +262,8 @@ def _require_same_model(
         comparable = template_hash and served and template_hash.rpartition(":")[0] == served.rpartition(":")[0]
         if comparable and template_hash != served:
             raise UsageError(
-                f"The engine's chat template or tokenizer is not the one that traces of {model!r} were recorded "
-                "with: serve the model with the recorded ones. If only the template was edited, add --same-model."
+                f"Traces of {model!r} were recorded with another chat template or tokenizer than the engine's: serve "
+                "the model with the former ones. If only the template was edited, add --same-model."
             )
 
 
