@@ -49,7 +49,7 @@ class RemovedItem:
 
 @dataclass
 class SweepReport:
-    """The work of one `sweep`: the removed items, and the ids of the sandboxes of which something remains."""
+    """The work of one `sweep`: the removed items, and the ids of sandboxes that were not removed completely."""
 
     removed: list[RemovedItem] = field(default_factory=list)
     remaining: set[str] = field(default_factory=set)

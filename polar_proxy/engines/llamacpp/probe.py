@@ -152,8 +152,8 @@ async def _require_evidence(client: LlamaCppClient, prompt: Sequence[int]) -> No
     tokens = [streamed_token(chunk, 0, client.name) for chunk in chunks]
     if any(token is not None and math.isnan(token.logprob) for token in tokens):
         raise EngineError(
-            f"{client.name} returns tokens without their log-probabilities. It does so with speculative decoding: "
-            f"start it without a draft model. {REFUSED}"
+            f"{client.name} returns tokens without their log-probabilities, as it does with speculative decoding. "
+            f"Start the server without a draft model. {REFUSED}"
         )
     used = client.field(chunks[-1], "generation_settings")
     ignored = [

@@ -73,7 +73,7 @@ class ConversationRoute(NamedTuple):
 
     @classmethod
     def of_path(cls, path: str) -> ConversationRoute | None:
-        """Return the route of `path`, which has no prefix `/s/{key}` any more; None if another route serves it."""
+        """Return the route of `path`, a path without the prefix `/s/{key}`. None for paths of other routes."""
         found = _ROUTE.fullmatch(path)
         return None if found is None else cls(clean_text(found[1]), found[2] is not None, clean_text(found[3]))
 

@@ -221,7 +221,7 @@ class JobRepository(Repository):
     async def resume_due(self) -> list[str]:
         """Set paused jobs whose pause is over to `open`, and return their ids.
 
-        Their rollouts do not wait for this: the queue already treats such a job as open.
+        Rollouts of these jobs do not wait for this method: the queue treats a job as open when its pause is over.
         """
         now = time.time()
         due = and_(_j.status == "paused", _j.paused_until <= now)
