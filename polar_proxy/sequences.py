@@ -37,7 +37,7 @@ def assemble(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[To
     """Concatenate the tokens of the spans.
 
     Return token_ids int32 [n], loss_mask uint8 [n], logprobs float32 [n] (NaN where the mask is 0). Raise SpanError
-    for a span whose call or answer does not exist, or that ends outside of its call.
+    if a span names a call, an answer or tokens that do not exist.
     """
     ids: list[TokenIds] = [np.empty(0, np.int32)]
     reported: list[tuple[int, Logprobs]] = []

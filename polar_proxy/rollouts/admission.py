@@ -155,7 +155,7 @@ class StageLimiter:
         self.waiting = 0
         self.entered = 0
         self.waited_seconds = 0.0
-        """Total number of seconds that the rollouts in `entered` waited."""
+        """Total number of seconds for which rollouts waited before they entered."""
         self.refusals: Counter[str] = Counter()
 
     @property
@@ -272,8 +272,8 @@ class StageLimits:
         """Each check may keep a rollout waiting before it enters a stage.
 
         `may_prepare` is called before a rollout is prepared, but only while `at_work` is above 0. `may_run` is called
-        before its agent starts, but only while another agent runs. So these two cannot stop all rollouts.
-        `engine_ready` is called before every start of an agent.
+        before an agent starts, but only while another agent runs. So `may_prepare` and `may_run` cannot stop all
+        rollouts. `engine_ready` is called before every start of an agent.
         """
         self.preparing = StageLimiter(limits.preparing, may_join=may_prepare, idle=lambda: self.at_work == 0)
         self.running = StageLimiter(limits.running, may_enter=engine_ready, may_join=may_run)

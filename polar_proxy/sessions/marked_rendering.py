@@ -61,7 +61,7 @@ between an answer and the message before it."""
 WRITTEN_STOPS = {
     "<|return|>": ("<|end|>", "gpt-oss ends an answer with <|return|>; its template shows past answers with <|end|>."),
 }
-"""Sampled stop token -> the token that templates write instead of it after a past answer, and the reason."""
+"""Sampled stop token -> (another token that the template writes after past answers, the reason)."""
 
 _JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?', re.DOTALL)
 """Matches a string in valid JSON text. The second group matches only if the string is a key."""

@@ -54,7 +54,7 @@ _REQUEST_BYTES, _MESSAGE_BYTES, _ANSWER_BYTES = 4096, 600, 1024
 """Measured memory of a cached request, of each of its messages, and of an answer, in bytes. The memory of texts and
 tokens is added to these numbers."""
 _REASONING_PREFIX = 80
-"""Number of characters that are kept of an answer's reasoning, to find out whether a rendered prompt contains it."""
+"""Length in characters of the kept beginning of an answer's reasoning. It shows whether a prompt has the reasoning."""
 _RECENT_TEXTS = 32
 """Number of newest answers whose text is kept. The text shows whether a later request repeats a part of the answer or
 replaces the answer."""
@@ -90,7 +90,7 @@ class LastRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredCall:
-    """The tokens of an answered call, and the facts that decide whether they can be continued."""
+    """The tokens of an answered call, and the facts that decide whether a later prompt can continue these tokens."""
 
     ids: TokenIds
     """Token ids of prompt and answer, int32 [n]."""
