@@ -189,7 +189,7 @@ def find_layout_problem(trace: Trace) -> str | None:
 
 
 def all_reported(logprobs: Logprobs) -> bool:
-    """Return whether all log-probabilities (float32 [n]) are finite, and none has the value that means missing."""
+    """Return whether no log-probability (float32 [n]) is missing: all are finite, and above `_MISSING_LOGPROB`."""
     # A NaN makes both the minimum and the maximum NaN, and fails both comparisons.
     return not len(logprobs) or bool(logprobs.min() > _MISSING_LOGPROB and logprobs.max() < np.inf)
 

@@ -199,8 +199,8 @@ async def _selected(
 ) -> AsyncIterator[tuple[str | None, RolloutRow | None]]:
     """Yield (session id, rollout) for each rollout or session to export.
 
-    The id is None for a rollout without a session. The rollout is None for a session that has none, or that
-    `session_ids` names.
+    For a rollout without a session, the id is None. For a session without a rollout, and for each of `session_ids`, the
+    rollout is None. Sessions of simulated users are only exported if `session_ids` has them.
     """
     for session_id in session_ids:
         if await store.sessions.get(session_id) is None:

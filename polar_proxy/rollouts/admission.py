@@ -248,7 +248,7 @@ class StageLimiter:
         return following
 
     def _recheck_later(self) -> None:
-        """Check admission again soon, because nothing reports when a check's result changes."""
+        """Ask the checks again soon, because they do not report when their result changes."""
         if self._recheck is None:
 
             def recheck() -> None:
@@ -281,7 +281,7 @@ class StageLimits:
 
     @property
     def at_work(self) -> int:
-        """Number of rollouts that are in a stage of this process, or wait for the agent's start or for scoring."""
+        """Number of rollouts in a stage of this process, or waiting for the stage `running` or `scoring`."""
         later = (self.running, self.scoring)
         return self.preparing.inside + sum(limiter.inside + limiter.waiting for limiter in later)
 

@@ -124,7 +124,7 @@ class MarkedText:
         return _REQUEST_BYTES + len(self.text)
 
     def is_front(self, request: ChatRequest, count: int, marking: Hashable) -> bool:
-        """Return whether the first `count` messages of a request are rendered to this text."""
+        """Return whether `text` is also the rendering of the first `count` messages of `request`, with this marking."""
         mine = self.request
         return (
             marking == self.marking
@@ -329,9 +329,10 @@ class SessionState:
         return fingerprint_of(node)
 
     def forget(self, record: CallRecord) -> None:
-        """Remove a call that could not be recorded: no later call may be joined to it.
+        """Remove a call that could not be recorded, so that no later call is joined to it.
 
-        Its text is kept while there is room, for a client that names the call instead of repeating its messages.
+        The call stays in the cache while there is room, for a client that names the call instead of repeating its
+        messages.
         """
         self.withdraw(record.call_id)
         self._cache.put(("unrecorded", record.call_id), UnrecordedCall(record))
