@@ -155,10 +155,11 @@ async def _why_no_rows(store: Store, report: ExportReport, where: str | None) ->
 
 
 async def _rewards_by_group(store: Store, advantage: str, builder: str) -> RewardsByGroup:
-    """Return the rewards of all rollouts of the database, not only for the exported ones.
+    """Return the rewards of all rollouts in the database, by group.
 
-    A baseline needs the rewards of its whole group. Raise UsageError if `advantage` is unknown, and for the builder
-    `tree`, whose rows are branches instead of whole sequences.
+    Rewards of rollouts that are not exported are included, because a baseline needs the rewards of the whole group.
+    Raise UsageError if `advantage` is unknown, and for the builder `tree`, whose rows are branches instead of whole
+    sequences.
     """
     if advantage not in ADVANTAGES:
         raise UsageError(f"There is no advantage {advantage!r}: choose {', '.join(ADVANTAGES)}.")

@@ -37,8 +37,8 @@ RESERVATION_SECONDS = 60.0
 _RECHECK_SECONDS = 0.2
 _MONITOR_SECONDS = 2.0
 _UNLIMITED = 1 << 60
-"""If a control group has no memory limit, cgroup version 1 reports a number at least this large, and version 2 reports
-`max`."""
+"""A control group has no memory limit if its limit is at least this many bytes (cgroup version 1), or `max` (version
+2)."""
 _CGROUP_FILES = (
     # (usage, limit, statistics, the statistic of memory that can be reclaimed)
     ("memory.current", "memory.max", "memory.stat", "inactive_file"),

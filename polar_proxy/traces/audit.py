@@ -33,8 +33,8 @@ from polar_proxy.traces.scoring import Scorer
 from polar_proxy.types import AnswerSampling, CallRecord, EngineInfo, Json, LogprobMode, Logprobs, TokenIds, Trace
 
 TOLERANCE = 1e-2
-"""Nats. In fp32 a batched decode and a prefill of the same tokens differ by 1e-5 to 1e-3; an importance ratio that is
-wrong by one per cent is still far inside of every clip range. bf16 needs more (docs/guide/data.md)."""
+"""Default tolerance, in nats. An error of this size changes an importance ratio by one per cent, far less than any clip
+range. In fp32, decode and prefill of the same tokens differ by 1e-5 to 1e-3; in bf16 by more (docs/guide/data.md)."""
 CONTEXT_TOKENS = 24
 """Number of tokens that the report shows before each of the tokens that differ most."""
 UNKNOWN = "unknown"
@@ -232,7 +232,7 @@ async def audit(
 
 
 def scored_temperature(sampling: AnswerSampling, rescored: bool) -> float:
-    """Return the temperature at which the recorded log-probabilities of an answer can be compared with fresh ones.
+    """Return the temperature for the fresh log-probabilities with which the recorded ones of an answer are compared.
     `rescored`: True if the log-probabilities of the trace were not recorded with the answers, but computed by an engine
     later, at temperature 1."""
     if rescored or sampling.logprob_mode == "raw" or sampling.changes:

@@ -203,8 +203,8 @@ class VllmEngine(LocallyRenderingEngine):
     async def _start(self, path: str, body: Json, *, large: bool) -> HttpResponse:
         """Send the request; if `max_tokens` exceeds the room in the context, send it without a limit.
 
-        Agents request as many tokens as their own provider's largest model may write. Other servers lower this number
-        to the room in the context; vLLM refuses the request.
+        Agents request the maximum of their own provider's models, which is more than small models can write. Other
+        servers lower this number to the room in the context; vLLM refuses the request.
         """
         if "weight_versions" in self.info.capabilities:
             body["return_weight_versions"] = True

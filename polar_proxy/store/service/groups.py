@@ -87,8 +87,7 @@ class GroupRepository(Repository):
     async def unsettled(self) -> list[str]:
         """Return the open groups whose rollouts have all ended. Groups without a job are left out.
 
-        A group is left in this state if the process that ended its last rollout was killed before it could settle the
-        group.
+        A group stays unsettled if the process that ended its last rollout was killed before it could settle the group.
         """
         busy = select(_r.group_id).where(~_final)
         query = select(_g.group_id).where(_g.job_id.is_not(None), _g.status == "open", _g.group_id.not_in(busy))
