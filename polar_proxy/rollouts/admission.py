@@ -299,7 +299,7 @@ def _decrement(counter: Counter[_Key], key: _Key) -> None:
 def free_memory_mb(root: Path = Path("/")) -> int | None:
     """Return the MiB that processes can still allocate, as limited by the machine and by the current control group.
 
-    None on systems that do not report it, such as macOS."""
+    None if the system does not report free memory (for example macOS)."""
     try:
         meminfo = _read_fields(root / "proc/meminfo")
     except OSError:

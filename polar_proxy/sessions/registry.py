@@ -55,7 +55,7 @@ class SessionRegistry:
         self._calls = 0
         """The sum of `counted_calls` of all sessions."""
         self._pending: dict[str, SessionState] = {}
-        """Sessions by id that are to be stored or marked as incomplete."""
+        """Session id -> a session that is to be stored or marked as incomplete."""
         self._marks = store.outage_marks()
         self._opening: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 

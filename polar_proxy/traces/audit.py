@@ -45,9 +45,9 @@ _INFORMATIVE_BELOW = -0.1
 """Only tokens with a log-probability below this (nats) show whether values are raw or processed. For a token that is
 nearly certain, both values are near 0."""
 _MIN_INFORMATIVE = 16
-"""Number of informative tokens without which nothing is concluded."""
+"""Minimum number of tokens below `_INFORMATIVE_BELOW` for a conclusion about the mode."""
 _FITTING_SHARE = 0.95
-"""Share of the informative tokens that must fit a mode."""
+"""Share of the tokens below `_INFORMATIVE_BELOW` that must fit a mode."""
 
 _Values = npt.NDArray[np.float64]
 

@@ -114,7 +114,7 @@ async def _check_artifacts(connection: AsyncConnection, folder: Path, progress: 
 
 
 class _CallVerifier:
-    """Unpacks the rows of some calls one by one and compares them with their counts and hashes."""
+    """Unpacks the rows and nodes of some calls, and checks whether they match the stored counts and hashes."""
 
     def __init__(self, loader: CallLoader) -> None:
         self._loader = loader

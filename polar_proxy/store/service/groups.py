@@ -210,10 +210,10 @@ def _end_job(connection: Connection, job_id: str, now: float) -> None:
 def _replace_unstarted(
     connection: Connection, overflow: Sequence[Any], task_id: str, which: ColumnElement[bool], now: float
 ) -> dict[str, str]:
-    """Let each overflow rollout replace a rollout of the task that has not started, if there is one with the same agent
-    and configuration, in an open group that accepts overflow and meets `which`.
+    """Let each overflow rollout replace the first rollout in queue order that it can replace.
 
-    The first one in queue order is replaced. Returns the moved rollouts: rollout id -> id of the new group.
+    The replaced rollout has the same task, agent and configuration, and has not started. Its group is open, accepts
+    overflow and meets `which`. Returns the moved rollouts: rollout id -> id of the new group.
     """
     query = (
         select(schema.rollouts, _g.config.label("group_config"))
