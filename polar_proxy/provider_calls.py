@@ -20,8 +20,8 @@ class ProviderRequest:
     body: bytes = field(repr=False)
     dialect: str
     read_items: Callable[[list[dict[str, Any]]], Sequence[Any]]
-    """Converts the output items of a response of the OpenAI Responses API to messages, as a later request would contain
-    them."""
+    """Converts output items of the OpenAI Responses API to messages, exactly as if a later request contained these
+    items."""
     exchange: Callable[[str, ProviderRequest], AsyncIterator[ProviderPiece]] | None = None
     """Sends the request over a WebSocket to the provider's URL. Yields the answer's pieces, one event in each."""
 

@@ -37,7 +37,7 @@ def assemble(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[To
     """Concatenate the tokens of the spans.
 
     Return token_ids int32 [n], loss_mask uint8 [n], logprobs float32 [n] (NaN where the mask is 0). Raise SpanError
-    for a span whose call or answer does not exist, or that ends outside of its call.
+    if a span names a call, an answer or tokens that do not exist.
     """
     ids: list[TokenIds] = [np.empty(0, np.int32)]
     reported: list[tuple[int, Logprobs]] = []
@@ -95,7 +95,7 @@ def policy_versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | 
 
 
 def samplings_of(spans: Iterable[Span], calls: Mapping[str, CallRecord]) -> tuple[AnswerSampling, ...]:
-    """Return how the answer of each sampled span was sampled."""
+    """Return how the answers in the sampled spans were sampled, one entry for each span."""
     return tuple(answer_sampling(call, choice) for _, call, choice in _sampled_answers(spans, calls))
 
 
@@ -134,8 +134,8 @@ class TracePath:
 def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> TracePath:
     """Return all tokens from the root to the end of a trace.
 
-    `traces` are all traces of its build, including its ancestors. Raise ValueError if an ancestor is missing, or is
-    shorter than the position of the branch.
+    `traces` are all traces of its build, including its ancestors. Raise ValueError if an ancestor is missing, or if a
+    trace branches at a position outside of its parent's tokens.
     """
     by_id = traces if isinstance(traces, Mapping) else {one.trace_id: one for one in traces}
     pieces = [(trace, len(trace.token_ids))]
@@ -189,7 +189,7 @@ def find_layout_problem(trace: Trace) -> str | None:
 
 
 def all_reported(logprobs: Logprobs) -> bool:
-    """Return whether all log-probabilities (float32 [n]) are finite, and none has the value that means missing."""
+    """Return whether no log-probability (float32 [n]) is missing: all are finite, and above `_MISSING_LOGPROB`."""
     # A NaN makes both the minimum and the maximum NaN, and fails both comparisons.
     return not len(logprobs) or bool(logprobs.min() > _MISSING_LOGPROB and logprobs.max() < np.inf)
 
@@ -274,9 +274,9 @@ def share_buffer(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -
 
 
 def shared_length(ids: TokenIds, known: TokenIds | None) -> int:
-    """Return the length of `known` if `ids` begins with `known` and both begin at the same address; otherwise 0.
+    """Return the length of `known` if `known` is the beginning of `ids` in the same memory; otherwise 0.
 
-    If the result is 0, the caller must compare the tokens of both, because they may be equal at different addresses.
+    If the result is 0, the caller must compare the tokens, because `ids` may begin with a copy of `known`.
     """
     return len(known) if known is not None and len(known) <= len(ids) and share_buffer(ids, known) else 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 PROBABILITIES = (0.9, 0.5, 0.1, 0.01, 0.0)
-"""The lowest probability of each step. The first step is that of the likeliest tokens."""
+"""The lowest probability of each step, from the likeliest tokens to the least likely."""
 
 
 def scale_step(logprob: float) -> int:

@@ -37,8 +37,8 @@ def verify_callback(headers: Mapping[str, str], body: bytes, secret: str) -> Cal
     """Check the signature of a received callback and return its content.
 
     `body`: the bytes as received, not parsed and serialised again. A callback more than five minutes old is rejected,
-    so that a recorded one cannot be replayed later. One callback may be delivered several times, always with the same
-    header `webhook-id`. Raises BadCallbackError, and UsageError for an invalid secret.
+    so that nobody can send a recorded callback again later. Polar may deliver a callback several times, always with the
+    same header `webhook-id`. Raises BadCallbackError, and UsageError for an invalid secret.
     """
     webhook = _webhook(secret)
     try:

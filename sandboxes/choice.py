@@ -42,7 +42,8 @@ class Availability:
 
 @dataclass(frozen=True)
 class SandboxChoice:
-    """The chosen kind of sandbox. `reason` is one readable line: the stronger kinds that were not chosen, and why."""
+    """The chosen kind of sandbox. `reason` is one readable line. It says that this kind was requested, or why stronger
+    kinds do not work here."""
 
     kind: SandboxKind
     reason: str

@@ -1,9 +1,9 @@
 """Orphaned sandboxes: find and remove the sandboxes of dead owners, and never touch those of a living owner.
 
-Every sandbox is registered in a folder of small JSON files before anything of it starts, and unregistered after all of
-it is removed. A record identifies the owner by machine, boot, process namespace, pid and start time. So a process that
-reuses the pid is not mistaken for the owner. An owner on another machine (shared disk) or in another process namespace
-is not mistaken for dead.
+Each sandbox has a record, a small JSON file in the folder of the registry. The record is written before any part of the
+sandbox starts, and removed after all parts of the sandbox. It identifies the owner by machine, boot, process namespace,
+pid and start time. So a process that reuses the pid is not mistaken for the owner. An owner on another machine (shared
+disk) or in another process namespace is not mistaken for dead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RemovedItem:
 
 @dataclass
 class SweepReport:
-    """The work of one `sweep`: the removed items, and the ids of the sandboxes of which something remains."""
+    """The work of one `sweep`: the removed items, and the ids of sandboxes that were not removed completely."""
 
     removed: list[RemovedItem] = field(default_factory=list)
     remaining: set[str] = field(default_factory=set)
@@ -191,8 +191,8 @@ def default_state_dir() -> Path:
 async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
     """Remove the sandboxes of dead owners in this state directory, and all containers of dead owners.
 
-    Return what was removed. A sandbox that cannot be removed, or whose container engine does not answer, raises no
-    error: a logged warning names it, and it stays registered for the next sweep.
+    Return what was removed. If a sandbox cannot be removed, or its container engine does not answer, no error is
+    raised. A warning in the log names the sandbox, and the sandbox stays registered for the next sweep.
     """
     if state_dir is None:
         state_dir = await asyncio.to_thread(default_state_dir)

@@ -86,10 +86,10 @@ async def rollout_trajectory(
 
 @trainer.post("/rewards", status_code=201, tags=["rewards"])
 async def add_reward(store: ApiStore, body: m.RewardRequest) -> m.Reward:
-    """Add a reward to a rollout or a session, or to one call or trace of it.
+    """Add a reward to a rollout or session, or to a single call or trace of a rollout or session.
 
-    Earlier rewards are kept. The reward of a rollout or session is the newest one that was given to it as a whole.
-    The session of a rollout is refused: reward the rollout instead.
+    Earlier rewards are kept. The newest reward for the whole rollout or session is its reward. If `session_id` names
+    the session of a rollout, the request is refused: name the rollout instead.
     """
     sessions = await _sessions_of(store, body)
     await _check_parts(store, body, sessions)
@@ -110,8 +110,8 @@ async def add_remark(store: ApiStore, body: m.RemarkRequest, request: Request) -
     """Give a label, a note or a rating to a rollout or a session. Earlier remarks are kept.
 
     The author of a remark is the API key of the request. The newest label and rating are fields of the rollout or
-    session, so that conditions such as `label=odd, rating>=4` select by them. The session of a rollout is refused: name
-    the rollout instead.
+    session, so that conditions such as `label=odd, rating>=4` select by them. If `session_id` names the session of a
+    rollout, the request is refused: name the rollout instead.
     """
     await _sessions_of(store, body)
     remark_id = await store.remarks.add(

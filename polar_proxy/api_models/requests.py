@@ -29,7 +29,8 @@ class JobRequest(JobSpec):
     model_config = ConfigDict(defer_build=False)
 
     task: str | None = None
-    """A task family, a file or folder on the server's machine, module:Class or module:function, as for `polar run`."""
+    """The task, as for `polar run`: a task family, a file or folder on the server's machine, module:Class or
+    module:function."""
     task_specs: list[dict[str, Any]] | None = None
     """The tasks themselves, each as in a line of a task file."""
     seed: int | None = Field(None, ge=0, le=MAX_INTEGER)

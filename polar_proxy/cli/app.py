@@ -32,7 +32,7 @@ class Verb:
     help: str
     """The first paragraph of the command's help text, for `polar --help`."""
     command_class: str | None = None
-    """The class of the command, as module:name in `polar_proxy.cli`; None: typer's own."""
+    """The class of the command, as module:name in `polar_proxy.cli`; None for typer's own class."""
 
     def load(self) -> Callable[..., None] | typer.Typer:
         """Import and return the command's function, or the group of commands."""

@@ -172,7 +172,7 @@ _OPTIONAL_PACKAGES = {
     "aiodocker": ("the docker sandbox", "docker"),
     "asyncpg": ("PostgreSQL", "postgres"),
 }
-"""Optional packages: name -> (what needs the package, the extra of pyproject.toml that installs it)."""
+"""Name of an optional package -> (the part of Polar that needs it, the extra of pyproject.toml that installs it)."""
 
 
 def _packages() -> list[InstallCheck]:

@@ -37,7 +37,7 @@ _CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum mo
 
 @dataclass(slots=True)
 class _PendingEvent:
-    """The data of one choice that have arrived and were not emitted yet."""
+    """The data of one choice that arrived after the choice's last event."""
 
     stage: int = 0
     text: str = ""
@@ -358,7 +358,7 @@ def api_error(body: Any, status: int, name: str) -> PolarError:
     A refused key (401, 403) and an unknown route (404 that names neither model, parameter nor code) are faults of the
     configuration, which the agent cannot fix: EngineError with status 502. Overload (429, 503) is an EngineError that
     keeps its status, so that the agent waits and tries again. Any other 4xx is the request's own fault: RequestError
-    with its status, `param` and `code`. All others are an EngineError with status 502.
+    with its status, `param` and `code`. For any other status, return an EngineError with status 502.
     """
     error = body.get("error", body) if isinstance(body, Mapping) else {}
     if isinstance(error, Mapping):

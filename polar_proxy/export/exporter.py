@@ -155,10 +155,11 @@ async def _why_no_rows(store: Store, report: ExportReport, where: str | None) ->
 
 
 async def _rewards_by_group(store: Store, advantage: str, builder: str) -> RewardsByGroup:
-    """Return the rewards of all rollouts of the database, not only for the exported ones.
+    """Return the rewards of all rollouts in the database, by group.
 
-    A baseline needs the rewards of its whole group. Raise UsageError if `advantage` is unknown, and for the builder
-    `tree`, whose rows are branches instead of whole sequences.
+    Rewards of rollouts that are not exported are included, because a baseline needs the rewards of the whole group.
+    Raise UsageError if `advantage` is unknown, and for the builder `tree`, whose rows are branches instead of whole
+    sequences.
     """
     if advantage not in ADVANTAGES:
         raise UsageError(f"There is no advantage {advantage!r}: choose {', '.join(ADVANTAGES)}.")
@@ -199,8 +200,8 @@ async def _selected(
 ) -> AsyncIterator[tuple[str | None, RolloutRow | None]]:
     """Yield (session id, rollout) for each rollout or session to export.
 
-    The id is None for a rollout without a session. The rollout is None for a session that has none, or that
-    `session_ids` names.
+    For a rollout without a session, the id is None. For a session without a rollout, and for each of `session_ids`, the
+    rollout is None. Sessions of simulated users are only exported if `session_ids` has them.
     """
     for session_id in session_ids:
         if await store.sessions.get(session_id) is None:

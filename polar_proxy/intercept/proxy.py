@@ -73,7 +73,7 @@ def run_proxy(
 ) -> Iterator[int]:
     """Run mitmproxy until the block ends, and yield its port on loopback. Blocking. Raises InterceptionError.
 
-    A thread calls `on_event` with each event of the addon; the last such call ends before the block does.
+    A thread calls `on_event` with each event of the addon. The end of the block waits for the last of these calls.
     """
     with temporary_folder() as folder:
         file, log = folder / "settings.json", folder / "log"

@@ -25,7 +25,7 @@ _ADDING = ("NODE_EXTRA_CA_CERTS", "DENO_CERT")
 
 
 def trust_variables(authority: CertificateAuthority) -> dict[str, str]:
-    """Return the variables by which programs trust the CA besides the system's certificates."""
+    """Return the variables that let programs trust the CA in addition to the system's certificates."""
     store = f"-Djavax.net.ssl.trustStore={authority.java_store} -Djavax.net.ssl.trustStorePassword={JAVA_PASSWORD}"
     return {
         **dict.fromkeys(_REPLACING, str(authority.bundle)),

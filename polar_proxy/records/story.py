@@ -19,7 +19,7 @@ from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.types import CallRecord, Choice, Message, TextRequest
 
 _HEAD, _TAIL = 3000, 1000
-"""Number of characters that are kept at the beginning, and at the end, of a text that is longer than both together."""
+"""Number of characters that are kept at the beginning and at the end of a long text. The middle is left out."""
 COMMAND_LENGTH = 120
 
 

@@ -37,8 +37,8 @@ RESERVATION_SECONDS = 60.0
 _RECHECK_SECONDS = 0.2
 _MONITOR_SECONDS = 2.0
 _UNLIMITED = 1 << 60
-"""If a control group has no memory limit, cgroup version 1 reports a number at least this large, and version 2 reports
-`max`."""
+"""A control group has no memory limit if its limit is at least this many bytes (cgroup version 1), or `max` (version
+2)."""
 _CGROUP_FILES = (
     # (usage, limit, statistics, the statistic of memory that can be reclaimed)
     ("memory.current", "memory.max", "memory.stat", "inactive_file"),
@@ -155,7 +155,7 @@ class StageLimiter:
         self.waiting = 0
         self.entered = 0
         self.waited_seconds = 0.0
-        """Total number of seconds that the rollouts in `entered` waited."""
+        """Total number of seconds for which rollouts waited before they entered."""
         self.refusals: Counter[str] = Counter()
 
     @property
@@ -248,7 +248,7 @@ class StageLimiter:
         return following
 
     def _recheck_later(self) -> None:
-        """Check admission again soon, because nothing reports when a check's result changes."""
+        """Ask the checks again soon, because they do not report when their result changes."""
         if self._recheck is None:
 
             def recheck() -> None:
@@ -272,8 +272,8 @@ class StageLimits:
         """Each check may keep a rollout waiting before it enters a stage.
 
         `may_prepare` is called before a rollout is prepared, but only while `at_work` is above 0. `may_run` is called
-        before its agent starts, but only while another agent runs. So these two cannot stop all rollouts.
-        `engine_ready` is called before every start of an agent.
+        before an agent starts, but only while another agent runs. So `may_prepare` and `may_run` cannot stop all
+        rollouts. `engine_ready` is called before every start of an agent.
         """
         self.preparing = StageLimiter(limits.preparing, may_join=may_prepare, idle=lambda: self.at_work == 0)
         self.running = StageLimiter(limits.running, may_enter=engine_ready, may_join=may_run)
@@ -281,7 +281,7 @@ class StageLimits:
 
     @property
     def at_work(self) -> int:
-        """Number of rollouts that are in a stage of this process, or wait for the agent's start or for scoring."""
+        """Number of rollouts in a stage of this process, or waiting for the stage `running` or `scoring`."""
         later = (self.running, self.scoring)
         return self.preparing.inside + sum(limiter.inside + limiter.waiting for limiter in later)
 
@@ -299,7 +299,7 @@ def _decrement(counter: Counter[_Key], key: _Key) -> None:
 def free_memory_mb(root: Path = Path("/")) -> int | None:
     """Return the MiB that processes can still allocate, as limited by the machine and by the current control group.
 
-    None on systems that do not report it, such as macOS."""
+    None if the system does not report free memory (for example macOS)."""
     try:
         meminfo = _read_fields(root / "proc/meminfo")
     except OSError:
@@ -383,13 +383,13 @@ class EngineMonitor:
         """The load at the last check, if the engine reports it."""
 
     def down(self) -> str | None:
-        """Return why no agent should start now, or None."""
+        """Return why no agent should start; None if the engine responds, or has failed for longer than the patience."""
         if self._down_since is None or time.monotonic() - self._down_since > self._patience:
             return None
         return ENGINE_DOWN
 
     def busy(self) -> str | None:
-        """Return why no further agent should start while others run, or None."""
+        """Return why the engine is too busy for a further agent; None if it is not."""
         if self.load is None:
             return None
         if self.load.kv_usage is not None and self.load.kv_usage > self._limits.engine_kv:

@@ -61,7 +61,7 @@ between an answer and the message before it."""
 WRITTEN_STOPS = {
     "<|return|>": ("<|end|>", "gpt-oss ends an answer with <|return|>; its template shows past answers with <|end|>."),
 }
-"""Sampled stop token -> the token that templates write instead of it after a past answer, and the reason."""
+"""Sampled stop token -> (another token that the template writes after past answers, the reason)."""
 
 _JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?', re.DOTALL)
 """Matches a string in valid JSON text. The second group matches only if the string is a key."""
@@ -91,7 +91,7 @@ class Marking(NamedTuple):
     before_answers: bool
     """Put a mark before the text of answers, too. There is always a mark after the text of an answer."""
     empty_answers: bool
-    """Mark answers without text too, for templates that show no tool calls."""
+    """Put a mark into each answer without text, too. If the template shows no tool calls, their marks are lost."""
 
 
 MARKINGS = tuple(
@@ -207,7 +207,7 @@ class MarkedRendering:
     """A rendering of messages with marks, cut into answers and the fixed texts between them (see the module)."""
 
     fixed: tuple[str, ...]
-    """The texts between the answers, with marks; the last one follows the last answer's stop token."""
+    """The texts before, between and after the answers, with marks. The last one begins after the last stop token."""
     answers: tuple[int, ...]
     """The indices of the messages that are answers and appear in the rendering."""
     stop: str
@@ -271,12 +271,12 @@ def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker
 
     The base is the earlier call that a new request continues. `base`: the marked rendering of the base's prompt;
     `whole`: the marked rendering of the new request. The fixed texts before the base's answer must be equal in both
-    renderings, apart from IGNORED_DIFFERENCES and one exception: the text before an answer may be longer in one
-    rendering, because there it also contains the beginning of the answer, up to the answer's first mark. Before the
-    base's own answer, only the text in `whole` may be longer.
+    renderings, apart from IGNORED_DIFFERENCES. There is one exception: a fixed text also contains the beginning of the
+    answer after it, up to the answer's first mark. So the text may be longer in one rendering than in the other. The
+    last text in `base` contains no answer, so only its counterpart in `whole` may be longer.
 
-    `opening` is the text with which the template opened the base's answer: if given, `whole` need not contain this
-    text. Raises RenderingError if the renderings differ otherwise.
+    `opening`: the text with which the template opened the base's answer. `whole` need not contain this text. Raises
+    RenderingError if the renderings differ otherwise.
     """
     if base.answers != whole.answers[: len(base.answers)] or len(base.fixed) > len(whole.fixed) - 1:
         raise RenderingError("history_changed", "the template shows other past answers than before")

@@ -32,8 +32,8 @@ from polar_proxy.types import Json, new_id
 log = logging.getLogger(__name__)
 
 _IN_USE_SECONDS = 30.0
-"""For this long after its last request a session is in use and stays in memory, even if the sessions in use exceed the
-limit `calls_in_memory`. So no session is read back from the store more often than once in this time."""
+"""A session counts as in use for this long after its last request. Sessions in use stay in memory, even if they exceed
+the limit `calls_in_memory`. So no session is read back from the store more often than once in this time."""
 
 
 class SessionClosedError(RequestError):
@@ -55,7 +55,7 @@ class SessionRegistry:
         self._calls = 0
         """The sum of `counted_calls` of all sessions."""
         self._pending: dict[str, SessionState] = {}
-        """Sessions by id that are to be stored or marked as incomplete."""
+        """Session id -> a session that is to be stored or marked as incomplete."""
         self._marks = store.outage_marks()
         self._opening: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
@@ -64,11 +64,11 @@ class SessionRegistry:
         return len(self._by_id)
 
     async def find(self, key: str | None, path_key: str | None, *, inside_sandbox: bool = False) -> SessionState:
-        """Return the session of `path_key` (from the URL's path) or, if it is None, of `key` (from the headers or the
-        query).
+        """Return the session of `path_key` (from the URL's path). If `path_key` is None, return that of `key` (from the
+        headers or the query).
 
-        Raises RequestError 401 for an unknown key if the gateway requires known keys. A request from inside a sandbox
-        always needs a known key: an agent there has its rollout's key and needs no other.
+        Raises RequestError 401 for an unknown key if the gateway requires known keys, or the request comes from a
+        sandbox: an agent in a sandbox has the key of its rollout. Raises SessionClosedError if the session was closed.
         """
         session = self.in_memory(key, path_key)
         if session is not None:
@@ -100,8 +100,8 @@ class SessionRegistry:
     ) -> SessionState | None:
         """Open a session in memory for an unknown key while the store fails. `write_pending` stores it later.
 
-        Returns None if the gateway refuses unknown keys or must record calls, or if the key looks like one that Polar
-        issued or like a session's id: such a key may be a rollout's.
+        Returns None if the gateway refuses unknown keys or must record calls, or if the request comes from a sandbox.
+        Also None if the key looks like an issued key or a session's id, because it may belong to a rollout.
         """
         given = _given(key, path_key)
         if not self.open_to_all or inside_sandbox or self._requires_record(None):
@@ -160,7 +160,7 @@ class SessionRegistry:
     async def store_late(self, session: SessionState) -> str:
         """Store a session that was opened while the store failed. Return the id under which it is stored.
 
-        If a session with the same key is stored already, this one is forgotten, and the id is that of the stored one.
+        If the store already has a session with the same key, forget this session, and return the stored session's id.
         """
         if session.unstored_key is None:
             return session.session_id
@@ -234,8 +234,8 @@ class SessionRegistry:
     async def _catch_up(self, session: SessionState) -> None:
         """Read what other gateways have recorded of this session. Raises SessionClosedError if it was closed.
 
-        The session's row counts committed calls. While no call is in flight here, `session.recorded` includes all calls
-        of this gateway, so the same number in the row proves that nothing is new.
+        The session's row has the number of committed calls. While no call is in flight here, `session.recorded`
+        includes all calls of this gateway. So if both numbers are equal, there is nothing to read.
         """
         quiet, recorded = session.in_flight == 0, session.recorded
         row = await self._store.sessions.summary(session.session_id)

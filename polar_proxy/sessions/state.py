@@ -51,10 +51,10 @@ from polar_proxy.types import (
 )
 
 _REQUEST_BYTES, _MESSAGE_BYTES, _ANSWER_BYTES = 4096, 600, 1024
-"""Memory in bytes, besides texts and tokens, of a cached request, of each of its messages, and of an answer.
-Measured."""
+"""Measured memory of a cached request, of each of its messages, and of an answer, in bytes. The memory of texts and
+tokens is added to these numbers."""
 _REASONING_PREFIX = 80
-"""Number of characters that are kept of an answer's reasoning, to find out whether a rendered prompt contains it."""
+"""Length in characters of the kept beginning of an answer's reasoning. It shows whether a prompt has the reasoning."""
 _RECENT_TEXTS = 32
 """Number of newest answers whose text is kept. The text shows whether a later request repeats a part of the answer or
 replaces the answer."""
@@ -90,7 +90,7 @@ class LastRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredCall:
-    """The tokens of an answered call, and the facts that decide whether they can be continued."""
+    """The tokens of an answered call, and the facts that decide whether a later prompt can continue these tokens."""
 
     ids: TokenIds
     """Token ids of prompt and answer, int32 [n]."""
@@ -124,7 +124,7 @@ class MarkedText:
         return _REQUEST_BYTES + len(self.text)
 
     def is_front(self, request: ChatRequest, count: int, marking: Hashable) -> bool:
-        """Return whether the first `count` messages of a request are rendered to this text."""
+        """Return whether `text` is also the rendering of the first `count` messages of `request`, with this marking."""
         mine = self.request
         return (
             marking == self.marking
@@ -160,8 +160,8 @@ CacheEntry = LastRequest | MarkedText | AnsweredCall | UnrecordedCall | Referabl
 
 
 class ConversationCache(LRUCache[Hashable, Any]):
-    """A cache with a size limit in bytes. It holds last requests and marked texts (by session id), answered calls (by
-    call id and choice), unrecorded calls, and the answers to which requests refer."""
+    """A cache with a size limit in bytes, for all sessions. It holds each session's last request and marked text,
+    answered calls (by call id and choice), unrecorded calls, and answers to which later requests may refer."""
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         super().__init__(capacity, lambda entry: entry.size)
@@ -207,7 +207,7 @@ class SessionState:
         self.key_hashes: set[bytes] = set()
         """The hashes of all keys by which the gateway finds this session in memory."""
         self.counted_calls = 0
-        """The `weight` that the registry has counted for this session."""
+        """This session's part of the registry's sum: its `weight` when the registry last counted it."""
         self.requests = 0
         """Number of requests that are being read or answered; see `in_request`."""
         self.in_flight = 0
@@ -276,7 +276,7 @@ class SessionState:
     ) -> Lineage:
         """Decide the lineage of a call, and add the call to the index. `now`: seconds since the epoch.
 
-        `hashed`: the result of `hash` for this request, if there is one already.
+        `hashed`: the result of `hash` for this request, if the caller has hashed it already.
         """
         conversation, texts = hashed or self.hash(request, self.last_conversation)
         messages, chain = conversation.messages, conversation.chain
@@ -329,9 +329,10 @@ class SessionState:
         return fingerprint_of(node)
 
     def forget(self, record: CallRecord) -> None:
-        """Remove a call that could not be recorded: no later call may be joined to it.
+        """Remove a call that could not be recorded, so that no later call is joined to it.
 
-        Its text is kept while there is room, for a client that names the call instead of repeating its messages.
+        The call stays in the cache while there is room, for a client that names the call instead of repeating its
+        messages.
         """
         self.withdraw(record.call_id)
         self._cache.put(("unrecorded", record.call_id), UnrecordedCall(record))
@@ -409,7 +410,7 @@ class SessionState:
         self._cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
 
     def drop_cached(self) -> None:
-        """Drop all that the cache holds of this session, because the session is dropped from memory."""
+        """Remove this session from the cache, because it is dropped from memory. Unrecorded calls stay."""
         self._cache.pop(self.session_id, None)
         self._cache.pop(("marked", self.session_id), None)
         for node in self._index.by_id.values():

@@ -34,7 +34,7 @@ def read_dockerfile(context: Path, workdir: str | None = None) -> DockerfileWork
     """
     if (context / ".dockerignore").exists():
         raise BadTaskError(
-            "environment/.dockerignore: Polar cannot apply this file without the image; remove without_image"
+            "environment/.dockerignore: without the image, Polar cannot apply this file; remove without_image"
         )
     current, stages = "/", 0
     copies: list[tuple[int, Path, str]] = []

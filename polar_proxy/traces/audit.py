@@ -33,8 +33,8 @@ from polar_proxy.traces.scoring import Scorer
 from polar_proxy.types import AnswerSampling, CallRecord, EngineInfo, Json, LogprobMode, Logprobs, TokenIds, Trace
 
 TOLERANCE = 1e-2
-"""Nats. In fp32 a batched decode and a prefill of the same tokens differ by 1e-5 to 1e-3; an importance ratio that is
-wrong by one per cent is still far inside of every clip range. bf16 needs more (docs/guide/data.md)."""
+"""Default tolerance, in nats. An error of this size changes an importance ratio by one per cent, far less than any clip
+range. In fp32, decode and prefill of the same tokens differ by 1e-5 to 1e-3; in bf16 by more (docs/guide/data.md)."""
 CONTEXT_TOKENS = 24
 """Number of tokens that the report shows before each of the tokens that differ most."""
 UNKNOWN = "unknown"
@@ -45,9 +45,9 @@ _INFORMATIVE_BELOW = -0.1
 """Only tokens with a log-probability below this (nats) show whether values are raw or processed. For a token that is
 nearly certain, both values are near 0."""
 _MIN_INFORMATIVE = 16
-"""Number of informative tokens without which nothing is concluded."""
+"""Minimum number of tokens below `_INFORMATIVE_BELOW` for a conclusion about the mode."""
 _FITTING_SHARE = 0.95
-"""Share of the informative tokens that must fit a mode."""
+"""Share of the tokens below `_INFORMATIVE_BELOW` that must fit a mode."""
 
 _Values = npt.NDArray[np.float64]
 
@@ -122,7 +122,7 @@ class AuditReport:
     skipped_tokens: Counter[str] = field(default_factory=Counter)
     findings: Counter[str] = field(default_factory=Counter)
     rejected: dict[str, str] = field(default_factory=dict)
-    """trace id -> the findings"""
+    """trace id -> its findings in words, or the remark that its builder rejected the trace."""
     worst: list[tuple[LogprobDifference, str]] = field(default_factory=list)
     """The tokens that differ most, largest first, each with its harness."""
     scored_tokens: int = 0
@@ -232,7 +232,7 @@ async def audit(
 
 
 def scored_temperature(sampling: AnswerSampling, rescored: bool) -> float:
-    """Return the temperature at which the recorded log-probabilities of an answer can be compared with fresh ones.
+    """Return the temperature for the fresh log-probabilities with which the recorded ones of an answer are compared.
     `rescored`: True if the log-probabilities of the trace were not recorded with the answers, but computed by an engine
     later, at temperature 1."""
     if rescored or sampling.logprob_mode == "raw" or sampling.changes:
@@ -262,8 +262,8 @@ def _require_same_model(
         comparable = template_hash and served and template_hash.rpartition(":")[0] == served.rpartition(":")[0]
         if comparable and template_hash != served:
             raise UsageError(
-                f"The engine's chat template or tokenizer is not the one that traces of {model!r} were recorded "
-                "with: serve the model with the recorded ones. If only the template was edited, add --same-model."
+                f"Traces of {model!r} were recorded with another chat template or tokenizer than the engine's: serve "
+                "the model with the former ones. If only the template was edited, add --same-model."
             )
 
 

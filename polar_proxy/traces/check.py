@@ -255,7 +255,7 @@ class CrossRowChecks:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the check. Exit code 0: every row is right; 1: some are not; 2: the file cannot be read."""
+    """Run the check. Exit code 0: no row has a problem; 1: a row has a problem; 2: the file cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m polar_proxy.traces.check", description=__doc__)
     parser.add_argument("file", nargs="?", help="a tokens-jsonl export; - is standard input")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON document")

@@ -40,7 +40,7 @@ class ShownCall:
     """A call as a page shows it: the request in OpenAI's form and as the agent sent it, and the answers."""
 
     earlier: Sequence[ShownMessage]
-    """Messages that are also in the request or answer of the call that this one continues."""
+    """Messages of the request that an earlier call of the conversation had, in its request or as its answer."""
     left_out: int
     """Number of earlier messages that are not shown, because there are too many."""
     new: Sequence[ShownMessage]

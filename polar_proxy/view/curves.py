@@ -16,7 +16,7 @@ _LARGEST = 1e30
 """Values of this size or larger are not drawn: no quantity reaches them, but a client may send them."""
 
 Value = Callable[[Json], float | None]
-"""Function that returns one value of a line of metrics.jsonl, or None if the line lacks it."""
+"""Function that returns one value of a line of metrics.jsonl; None if the line does not have the value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ LONGEST = 128 * 1024
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """Return the fields of a form. Raises ApiError 413 if it is longer than LONGEST."""
+    """Return the fields of a form. Raises ApiError 413 if the form is longer than LONGEST."""
     body = b""
     async for piece in request.stream():
         body += piece

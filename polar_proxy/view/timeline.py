@@ -34,8 +34,8 @@ class Timeline:
     seconds: float
     rows: Sequence[TimeRow]
     totals: dict[str, float]
-    """Seconds by stage. The time in `running` (of a session without a rollout: the whole time) is also divided into
-    `engine` (a call waits for the engine) and `agent` (the rest)."""
+    """Seconds by stage. `engine` (a call waits for the engine) and `agent` (the rest) are the parts of `running`. In a
+    session without a rollout, they are the parts of the whole time."""
 
 
 def draw_timeline(

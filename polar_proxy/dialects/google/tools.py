@@ -86,7 +86,7 @@ def parse_tool_choice(
 
     If `allowedFunctionNames` is not empty, the modes ANY and VALIDATED offer only the tools that it names, because
     engines cannot restrict a choice to some of the offered tools. In all other respects VALIDATED is treated as AUTO.
-    At Google, VALIDATED also enforces the tools' schemas; an engine here does this in every request or in none.
+    Google also enforces the tools' schemas in mode VALIDATED. Engines here enforce schemas in every mode or in none.
     """
     path = "toolConfig.functionCallingConfig"
     mode = (config.mode or "AUTO").upper()

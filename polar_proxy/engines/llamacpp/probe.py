@@ -119,7 +119,7 @@ async def _properties(client: LlamaCppClient) -> Json:
 async def _model_name(client: LlamaCppClient, wanted: str | None) -> str:
     served = [str(row["id"]) for row in client.field(await client.json("GET", "/v1/models"), "data")]
     if len(served) != 1:
-        raise EngineError(f"{client.name} serves {len(served)} models: start a llama-server with one (-m FILE).")
+        raise EngineError(f"{client.name} serves {len(served)} models: start a llama-server with one model (-m FILE).")
     if wanted not in (None, served[0]):
         raise EngineError(f"{client.name} does not serve {wanted!r}. It serves: {served[0]}.")
     return served[0]
@@ -152,8 +152,8 @@ async def _require_evidence(client: LlamaCppClient, prompt: Sequence[int]) -> No
     tokens = [streamed_token(chunk, 0, client.name) for chunk in chunks]
     if any(token is not None and math.isnan(token.logprob) for token in tokens):
         raise EngineError(
-            f"{client.name} returns tokens without their log-probabilities. It does so with speculative decoding: "
-            f"start it without a draft model. {REFUSED}"
+            f"{client.name} returns tokens without their log-probabilities, as it does with speculative decoding. "
+            f"Start the server without a draft model. {REFUSED}"
         )
     used = client.field(chunks[-1], "generation_settings")
     ignored = [
@@ -182,7 +182,7 @@ async def _require_modes(client: LlamaCppClient, prompt: Sequence[int]) -> None:
         if found != expected:
             raise EngineError(
                 f"{client.name} returns {found} log-probabilities for `post_sampling_probs: {str(post).lower()}`, "
-                f"instead of {expected} ones: update llama.cpp. {REFUSED}"
+                f"but it should return {expected} values: update llama.cpp. {REFUSED}"
             )
 
 

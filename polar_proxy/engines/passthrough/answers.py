@@ -115,7 +115,7 @@ class ResponseDecoder(HostedDecoder):
     """Turns a response object of the Responses API, or the events of its stream, into `SampleEvent`s.
 
     Text becomes events as it arrives. Reasoning and tool calls become one event at the end, because they are read from
-    the finished output items. The function `read_items` reads these items, as it reads them in later requests.
+    the finished output items. The argument `read_items` is the function that also reads such items in requests.
     """
 
     def __init__(self, name: str, read_items: Callable[[list[Json]], Sequence[Message]]) -> None:

@@ -59,7 +59,7 @@ class SeparateChunkDecoder(ChunkDecoder):
 
 
 class VllmClient(OpenAIClient):
-    """A vLLM server. `model` goes into every request body; the probe sets it if the user named none."""
+    """A vLLM server. `model` goes into every request body. If the user named no model, the probe sets `model`."""
 
     def __init__(self, url: str, api_key: str | None = None, *, model: str | None = None) -> None:
         super().__init__(url, api_key)
@@ -248,7 +248,7 @@ def chat_body(request: ChatRequest, *, stream: bool) -> Json:
 
 
 def render_body(request: ChatRequest, *, generation: bool = True) -> Json:
-    """Return the body for `/tokenize` that renders a conversation; `generation` includes the tokens that open the
+    """Return the body for `/tokenize` that renders a conversation. `generation`: add the tokens that open the next
     answer."""
     return {**conversation_fields(request), "add_generation_prompt": generation}
 

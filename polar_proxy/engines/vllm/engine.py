@@ -205,8 +205,8 @@ class VllmEngine(LocallyRenderingEngine):
     async def _start(self, path: str, body: Json, *, large: bool) -> HttpResponse:
         """Send the request; if `max_tokens` exceeds the room in the context, send it without a limit.
 
-        Agents request as many tokens as their own provider's largest model may write. Other servers lower this number
-        to the room in the context; vLLM refuses the request.
+        Agents request the maximum of their own provider's models, which is more than small models can write. Other
+        servers lower this number to the room in the context; vLLM refuses the request.
         """
         if "weight_versions" in self.info.capabilities:
             body["return_weight_versions"] = True
@@ -221,10 +221,11 @@ class VllmEngine(LocallyRenderingEngine):
     async def _complete(
         self, events: list[SampleEvent], request: EngineRequest, prompt: VllmPrompt | None
     ) -> list[SampleEvent]:
-        """Return an answer's events with the texts of alternative tokens (`top_logprobs`), if these were requested.
+        """Add to an answer's events the texts of alternative tokens, if the request has `top_logprobs`.
 
-        With `prompt`, the request was a completion, whose text the server does not parse, so reasoning and tool calls
-        are parsed here. Raises EngineError if the server did not use the ids of `prompt`.
+        If `prompt` is given, the call used the completions route. The server does not parse the text of a completion,
+        so its reasoning and tool calls are parsed here. Raises EngineError if the server did not use the ids of
+        `prompt`.
         """
         if events and request.sampling.top_logprobs:
             events = await self._texts.add_texts(events)
@@ -239,7 +240,7 @@ class VllmEngine(LocallyRenderingEngine):
         return [await prompt.parser.parse(event) for event in events]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """Implement `Engine.render` by `VllmClient.render`, if the probe found that it gives the chat route's ids.
+        """Implement `Engine.render`. If the probe found that `VllmClient.render` returns the chat route's ids, use it.
 
         Otherwise, let the chat route sample one token, and return the prompt ids from the answer.
         """

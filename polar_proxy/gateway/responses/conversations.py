@@ -73,7 +73,7 @@ class ConversationRoute(NamedTuple):
 
     @classmethod
     def of_path(cls, path: str) -> ConversationRoute | None:
-        """Return the route of `path`, which has no prefix `/s/{key}` any more; None if another route serves it."""
+        """Return the route of `path`, a path without the prefix `/s/{key}`. None for paths of other routes."""
         found = _ROUTE.fullmatch(path)
         return None if found is None else cls(clean_text(found[1]), found[2] is not None, clean_text(found[3]))
 
@@ -106,7 +106,7 @@ Raises RequestError if the body is refused, and ClientDisconnected if the client
 class StoredConversations:
     """The conversations of sessions, within their limits.
 
-    All methods except `keep_created` raise StoreError while the store does not answer.
+    If the store does not answer, all methods except `keep_created` raise StoreError.
     """
 
     def __init__(self, store: Store, monitor: StoreMonitor, most_bytes: int, most_items: int) -> None:
@@ -117,7 +117,7 @@ class StoredConversations:
         self._most_items = most_items
 
     async def find(self, session: SessionState, conversation_id: str, param: str | None = None) -> ConversationRow:
-        """Return a conversation of this session. Raises RequestError 404 if the session has none with this id."""
+        """Return a conversation of this session. Raises RequestError 404 for an unknown id."""
         found = await self._run(self._stored.get, session.session_id, conversation_id)
         if found is None:
             text = f"Conversation with id {conversation_id!r:.80} not found."
@@ -147,7 +147,7 @@ class StoredConversations:
         """Append items.
 
         Raises RequestError: 400 if the conversation already has an item with the same id, 413 if the conversation would
-        exceed a limit, 429 if the session would exceed one.
+        exceed its limits, 429 if the session would exceed its limits.
         """
         await self._check_session(session, 0, added_bytes)
         self._check(await self._run(self._stored.size, conversation_id), len(items), added_bytes)
@@ -159,7 +159,8 @@ class StoredConversations:
     async def keep_created(self, session: SessionState, request: bytes, answer: bytes) -> None:
         """Store a conversation that a provider created, with its items, so that calls in it have a complete history.
 
-        Nothing is stored if the items cannot be read or are references, if a limit is exceeded, or if the store fails.
+        Nothing is stored if the items cannot be read, if an item is a reference, if a limit is exceeded, or if the
+        store fails.
         """
         try:
             identity, items = orjson.loads(answer)["id"], orjson.loads(request or b"{}").get("items") or []
@@ -171,7 +172,7 @@ class StoredConversations:
             log.warning("a conversation at the provider is not known, and calls in it are not trained: %r", error)
 
     async def forget_created(self, session: SessionState, conversation_id: str) -> None:
-        """Delete the record of a conversation that a provider keeps, because its items are no longer known."""
+        """Delete the record of a provider's conversation, before the provider deletes it or changes its items."""
         if await self._run(partial(self._stored.get, at_provider=True), session.session_id, conversation_id):
             await self._run(self._stored.delete, conversation_id)
 

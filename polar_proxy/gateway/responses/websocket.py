@@ -10,9 +10,8 @@ Promises:
   retries, recording, and what happens when the client disconnects.
 * A refused request leaves the WebSocket open. The server closes it if a message breaks the protocol or a limit, if it
   is idle, or when the server stops.
-* A response that was made with `store: false` can be continued on its WebSocket as long as it is the latest response
-  there and no request that continues it has failed. (The API defines it so: after a failure the client sends its
-  conversation again.)
+* A response with `store: false` can be continued on its WebSocket until the next one is complete, or a request that
+  continues the response fails. (The API defines it so: after a failure the client sends its conversation again.)
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ class ResponsesWebSocket:
         self._scope = scope
         self._send = send
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """Queue of request bodies. None follows them when the WebSocket ends."""
+        """Queue of request bodies. The item None means that no further request is answered."""
         self._close_code: int | None = None
-        """The close code to send; None before the server decides to close, and if the client has disconnected."""
+        """The close code to send. None until the server decides to close, and once the client has disconnected."""
         self.gone = asyncio.Event()
         """Set once the client has disconnected."""
         self.answering = False
-        """True from the arrival of a request until the last event of its answer is being sent."""
+        """True while a request is answered. False as soon as the sending of the answer's last event begins."""
         self.latest_call: str | None = None
         """Call id of the latest complete answer; None if there is none, or if a request that continues it failed."""
 
@@ -164,7 +163,7 @@ class ResponsesWebSocket:
 
 
 class _WebSocketRequest:
-    """One request of a WebSocket in the form of an HTTP request: its `receive`, and the `send` for its answer."""
+    """A request on a WebSocket, in the form of an HTTP request: `receive` returns its body, `send` takes its answer."""
 
     def __init__(self, websocket: ResponsesWebSocket, body: bytes) -> None:
         self._websocket = websocket

@@ -43,8 +43,8 @@ from polar_proxy.types import Logprobs, TokenIds
 
 _IDS, _LOGPROBS = 1, 2
 CONTEXT = 32_768
-"""Maximum number of bytes of preceding content in the dictionary, which is the size of deflate's window. Part of the
-format."""
+"""Maximum size of a dictionary in bytes: the size of deflate's window. Stored cells cannot be unpacked with another
+value."""
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 
 _MIN_LENGTH = 32
@@ -171,8 +171,8 @@ _LOW_BYTES = {
     width: np.dtype({"names": ["low"], "formats": [f"V{width}"], "offsets": [0], "itemsize": 4})
     for width in (1, 2, 3, 4)
 }
-"""width -> the numpy type that holds the `width` lowest bytes of a 4-byte number as one item, so that they are copied
-together."""
+"""width -> a numpy type of 4-byte numbers. Its field `low` has the `width` lowest bytes as one item, so that numpy
+copies them together."""
 
 
 def low_bytes(ids: TokenIds, width: int) -> bytes:
@@ -212,7 +212,7 @@ class _TokenBuffer:
 
     def __init__(self, content: bytes | bytearray = b"", width: int = 1) -> None:
         self.width = width
-        """Number of bytes per token. It grows to the largest width in which tokens were appended or read."""
+        """Number of bytes per token. It grows when tokens with more bytes are appended, or more bytes are read."""
         self.size = len(content) // width
         self._bytes = {width: bytearray(content)}
         """Width (bytes per token) -> the tokens in this width. The entry of `self.width` has all tokens. The entry of

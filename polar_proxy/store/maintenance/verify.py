@@ -80,8 +80,7 @@ async def _check_calls(connection: AsyncConnection, seen: set[bytes], progress: 
 
 
 async def _check_other_nodes(connection: AsyncConnection, seen: set[bytes], progress: ProgressCallback) -> Faults:
-    """Check the nodes that belong to no call: the nodes of rescored prompts, and the nodes that `polar db vacuum` would
-    remove."""
+    """Check the nodes that belong to no call. They come from rescores, or `polar db vacuum` would remove them."""
     n = schema.nodes.c
     last, done = b"", 0
     total = await connection.scalar(select(func.count()).select_from(schema.nodes)) or 0
@@ -115,7 +114,7 @@ async def _check_artifacts(connection: AsyncConnection, folder: Path, progress: 
 
 
 class _CallVerifier:
-    """Unpacks the rows of some calls one by one and compares them with their counts and hashes."""
+    """Unpacks the rows and nodes of some calls, and checks whether they match the stored counts and hashes."""
 
     def __init__(self, loader: CallLoader) -> None:
         self._loader = loader

@@ -36,8 +36,8 @@ _c = schema.calls.c
 class Rescore:
     """The tokens and log-probabilities that `engine` computed for one answer.
 
-    `prompt_ids`: int32 [m], `token_ids`: int32 [n]. `logprobs`: float32 [n], in nats, raw (of the model's own
-    distribution), each given the prompt and the tokens before it (teacher forcing).
+    `prompt_ids`: int32 [m], `token_ids`: int32 [n]. `logprobs`: float32 [n], in nats, from the model's own
+    distribution: of each token, given the prompt and the tokens of the answer before it (teacher forcing).
     """
 
     call_id: str
@@ -94,9 +94,9 @@ class RescoreRepository(Repository):
 
 
 def apply_rescores(calls: Iterable[CallRecord], rescores: Iterable[Rescore]) -> list[CallRecord]:
-    """Return the calls, with the rescored tokens in each call that has no tokens and whose answers were all rescored.
+    """Return the calls. Each call that has no tokens gets the rescored tokens, if all of its answers were rescored.
 
-    The call's `engine` remains the one that sampled the text.
+    The call's `engine` is still the engine that sampled the text.
     """
     by_call: dict[str, dict[int, Rescore]] = {}
     for one in rescores:

@@ -75,7 +75,7 @@ class GroupRepository(Repository):
         return await self._rows(GroupRow, _select_groups.where(_g.job_id == job_id).order_by(_g.group_id))
 
     async def cancel(self, group_id: str, *, reason: str) -> list[str]:
-        """Cancel the remaining rollouts of a group. Returns the claimed ones: their workers must end them."""
+        """Cancel the remaining rollouts of a group. Returns the claimed rollouts, which only their workers can end."""
         still_open = and_(_g.group_id == group_id, _g.status == "open")
 
         def write(connection: Connection) -> list[str]:
@@ -87,8 +87,7 @@ class GroupRepository(Repository):
     async def unsettled(self) -> list[str]:
         """Return the open groups whose rollouts have all ended. Groups without a job are left out.
 
-        A group is left in this state if the process that ended its last rollout was killed before it could settle the
-        group.
+        A group stays unsettled if the process that ended its last rollout was killed before it could settle the group.
         """
         busy = select(_r.group_id).where(~_final)
         query = select(_g.group_id).where(_g.job_id.is_not(None), _g.status == "open", _g.group_id.not_in(busy))
@@ -166,10 +165,10 @@ class GroupRepository(Repository):
     async def carry_over(
         self, group_id: str, *, policy_version: str | None = None, max_staleness: int = 1
     ) -> list[str]:
-        """Give a new group the overflow of the same task that waits in holding groups (see the top of this module).
+        """Move waiting overflow of the same task to a new group (see the top of this module).
 
-        Each moved rollout replaces a rollout of the new group that has not started. Returns the ids of the moved
-        rollouts.
+        Each moved rollout takes the place of a rollout of the new group that has not started. Returns the ids of the
+        moved rollouts.
 
         If policy versions are numbers, overflow that is more than `max_staleness` versions older than `policy_version`
         is left out, because one such rollout would make the whole group stale.
@@ -211,10 +210,10 @@ def _end_job(connection: Connection, job_id: str, now: float) -> None:
 def _replace_unstarted(
     connection: Connection, overflow: Sequence[Any], task_id: str, which: ColumnElement[bool], now: float
 ) -> dict[str, str]:
-    """Let each overflow rollout replace a rollout of the task that has not started, if there is one with the same agent
-    and configuration, in an open group that accepts overflow and meets `which`.
+    """Let each overflow rollout replace the first rollout in queue order that it can replace.
 
-    The first one in queue order is replaced. Returns the moved rollouts: rollout id -> id of the new group.
+    The replaced rollout has the same task, agent and configuration, and has not started. Its group is open, accepts
+    overflow and meets `which`. Returns the moved rollouts: rollout id -> id of the new group.
     """
     query = (
         select(schema.rollouts, _g.config.label("group_config"))

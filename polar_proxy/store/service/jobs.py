@@ -109,8 +109,8 @@ class JobRepository(Repository):
         """Queue a job with all its groups and rollouts. Returns the job, and whether it is new.
 
         The tasks must be stored already. If the idempotency key is known, its job is returned; UsageError is raised if
-        that job has another `spec`. `owned`: the job belongs to this process (`polar run`), which alone claims its
-        rollouts. `callback_url`: gets a request when a group or the job ends.
+        that job has another `spec`. `owned`: the job belongs to this process (`polar run`), and no other process
+        claims its rollouts. `callback_url`: gets a request when a group or the job ends.
         """
         now = time.time()
         job_id = new_id("job")
@@ -221,7 +221,7 @@ class JobRepository(Repository):
     async def resume_due(self) -> list[str]:
         """Set paused jobs whose pause is over to `open`, and return their ids.
 
-        Their rollouts do not wait for this: the queue already treats such a job as open.
+        Rollouts of these jobs do not wait for this method: the queue treats a job as open when its pause is over.
         """
         now = time.time()
         due = and_(_j.status == "paused", _j.paused_until <= now)
