@@ -110,7 +110,7 @@ def _matches(value: str, patterns: Sequence[str]) -> bool:
 
 
 def _in_share(session_id: str, rule: RouteSettings) -> bool:
-    """Return whether a session is in the `share` of the sessions that a rule routes.
+    """Return whether a rule with a `share` below 1 routes this session; True if `share` is 1.
 
     A hash of the rule's name and the session's id decides: the result for a session never changes, and two rules
     choose independently of each other.

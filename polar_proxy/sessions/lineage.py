@@ -282,11 +282,11 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
 
 
 def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
-    """Return how many messages at the beginning of the request are known from an earlier call, as two numbers.
+    """Return how many messages the request has in common with earlier calls: the pair (with answer, without answer).
 
-    The first number counts the messages of an earlier call together with its answer. The second counts the messages of
-    an earlier call without its answer. Each is the largest number that fits, or 0 if none does. The second is also 0 if
-    it would be smaller than the first.
+    With answer: the longest beginning of the request that is an earlier call's messages and their answer. Without
+    answer: the longest beginning that is an earlier call's messages only; 0 if it is shorter than the other beginning.
+    A number is 0 if there is no such beginning.
     """
     keys = query.chain.keys
     request_end = 0
@@ -420,7 +420,7 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
 
 
 def _quotes_later(quoting: Sequence[CallNode], turn: CallNode | None) -> bool:
-    """Return whether a quoted summary was written after the call `turn`: the request then follows the summary."""
+    """Return whether a summary in `quoting` is later than the call `turn`. If so, the request follows the summary."""
     return turn is not None and any(summary.at > turn.at for summary in quoting)
 
 

@@ -305,7 +305,7 @@ class KlStats:
     """Statistics of the KL term over the trained tokens."""
 
     mean: float
-    """Mean over tokens of the KL estimates, each multiplied by its bounded importance ratio, without weights w_t."""
+    """Unweighted mean over tokens of the KL estimate times the bounded importance ratio."""
     ratio_max: float
     """Largest importance ratio before it is bounded."""
     bounded_share: float
