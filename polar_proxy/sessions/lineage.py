@@ -42,7 +42,7 @@ from polar_proxy.sessions.rules import RequestTexts
 from polar_proxy.types import ANSWERED, Edge, Message
 
 _MIN_EVIDENCE = 40
-"""Length in characters below which the same assistant turn may occur in two unrelated conversations."""
+"""An assistant turn of fewer characters may occur in two unrelated conversations."""
 _OPENING = 20_000
 """How many characters at the beginning of each of the first messages are searched for quotes."""
 
@@ -238,12 +238,11 @@ def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decisio
 def _answered_in_this_run(
     index: CallIndex, query: PlacementQuery, same: Sequence[CallNode], window: float
 ) -> CallNode | None:
-    """Return the newest of `same`, the earlier calls with the same request, if this request probably repeats it; else
-    None.
+    """Return the newest of the earlier calls `same`, if this equal request probably repeats that call; else None.
 
-    Three conditions must hold. The newest call ended less than `window` seconds ago. None of the calls was continued.
-    The request comes from the agent run that made the calls: either it contains tool call ids, which no two runs share,
-    or it has an assistant turn and the session has only one thread.
+    Three conditions must hold. The newest call ended less than `window` seconds ago. No call in `same` was continued.
+    The request comes from the agent run that made these calls: the request contains tool call ids, which no two runs
+    share, or it has an assistant turn and the session has only one thread.
     """
     turns = query.chain.turns
     in_one_run = any(turn.ids for turn in turns) or (turns and _single_thread(index))

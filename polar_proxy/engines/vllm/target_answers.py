@@ -47,7 +47,7 @@ TYPED_ARGUMENTS: Json = {"path": "a", "lines": 3, "share": 0.5, "all": True, "na
 
 UNWANTED = "~"
 _TO_STOP = 8
-"""Number of tokens that `max_tokens` leaves after a forced answer, so that the server can end it by itself."""
+"""`max_tokens` is larger than a forced answer by this number, so that the server can end the answer by itself."""
 
 Render = Callable[[list[Json], bool], Awaitable[list[int]]]
 """Renders messages and returns their token ids. If the flag is True, the tokens that open an answer are added."""

@@ -69,9 +69,9 @@ class BodyReservation:
     def take(self, size: int) -> None:
         """Reserve more bytes for this body. Raises RequestError 429 if the budget or the session's part of it is full.
 
-        The first body of a session may exceed the session's part, and a body may exceed the budget while the gateway
-        holds no other. If the budget is full, larger bodies that are still being read are refused in place of this one,
-        if that makes enough room.
+        The only body of a session may exceed the session's part, and the only body in the gateway may exceed the
+        budget. If the budget is full, larger bodies that are still being read are refused first. This body is refused
+        if that does not make enough room.
         """
         self.budget.take(self, size)
 
