@@ -267,7 +267,7 @@ class ReferencedCall:
     messages: tuple[bytes, ...]
     """The call's request messages as stored; empty if only its answer is needed."""
     answer: Message | None
-    """The call's answer; None for a warm-up, which samples none."""
+    """The call's answer; None for a warm-up, because nothing was sampled."""
     problem: str | None = None
     """Why the answer is incomplete, so that the call cannot be referred to; None if the answer is complete."""
 

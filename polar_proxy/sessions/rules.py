@@ -32,8 +32,8 @@ class Rule:
     system: str | None = None
     """Pattern in the system prompt."""
     first: str | None = None
-    """Pattern in one of the first three user messages, which must be among the first eight messages (a summary may
-    follow the user's own messages)."""
+    """Pattern in one of the first three user messages; only the first eight messages are examined. More than one user
+    message is searched, because a summary may follow the user's own messages."""
     last: str | None = None
     """Pattern in the newest message, if it is a user message. Rules of CONTINUATIONS and MASKED differ: their pattern
     must be in a message that is new or was changed."""

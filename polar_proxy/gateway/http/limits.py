@@ -345,8 +345,8 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         self._close_soon()
 
     def _close_soon(self) -> None:
-        """Close the connection, but read what the client still sends for a moment: a connection that is closed with
-        unread data is reset, and the client might lose the answer."""
+        """Close the connection, but first read for a moment: the client may still be sending. If a connection is closed
+        with unread data, it is reset, and the client may lose the answer."""
         self.closing = True
         if self.cycle is not None:
             self.cycle.waiting_for_100_continue = False  # a client that expects "100 Continue" keeps its body
