@@ -42,8 +42,8 @@ class SandboxTree(ABC):
 
     entries: dict[bytes, TreeEntry]
     top_names: Collection[bytes] | None = None
-    """Names directly below the folder. Only entries with these names, and everything below them, were read; None: all
-    was read. Everything else is unchanged from the sandbox's image."""
+    """Names directly below the folder. Only entries with these names, and everything below them, were read. The rest is
+    the same as in the sandbox's image. None: everything was read."""
 
     @abstractmethod
     def read(self, path: bytes) -> bytes:
@@ -53,7 +53,7 @@ class SandboxTree(ABC):
     def close(self) -> None: ...
 
     def covers(self, path: bytes) -> bool:
-        """Return whether this path was read. A path that was not read is unchanged from the sandbox's image."""
+        """Return whether this path was read. Paths that were not read are the same as in the sandbox's image."""
         return self.top_names is None or path.partition(b"/")[0] in self.top_names
 
     def _add(self, path: bytes, mode: int, size: int) -> None:

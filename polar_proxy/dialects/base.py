@@ -127,7 +127,7 @@ class Answer:
     choices: dict[int, AnswerChoice] = field(default_factory=dict)
     """The choices by their index."""
     usage: Usage | None = None
-    """The provider's token counts. They stand in for counts of token ids if the engine reports no token ids."""
+    """The provider's token counts, used if the engine reports no token ids that could be counted."""
     ended_at: float | None = None
     """When the answer ended, in seconds since the epoch."""
     response_id: str | None = None

@@ -1,8 +1,8 @@
 """Limits that keep one client from stopping the gateway for all others.
 
 * The head of a request (URL and headers) is bounded in size, in its number of headers, and in the time that it takes.
-* A body is bounded in size, in time, and in how slowly it may come. Chunk sizes and trailers are
-  bounded like a head.
+* The size of a body and the time that it takes are bounded, and it must not come too slowly. Chunk sizes and trailers
+  are bounded like a head.
 * In each turn of the event loop, a bounded time is spent on parsing one connection, however small its headers and
   chunks are.
 * A client that stops reading its answer is disconnected, so that its call ends.
