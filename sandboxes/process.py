@@ -99,7 +99,7 @@ class SupervisedSandbox(Sandbox):
     @property
     @abstractmethod
     def _watched_folders(self) -> list[Path]:
-        """The folders that count against the disk quota, if they have no file system of their own."""
+        """The folders that are measured for the disk quota, if the sandbox has no file system of its own."""
 
     @abstractmethod
     def _rlimits(self) -> dict[str, int]:

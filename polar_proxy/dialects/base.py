@@ -267,9 +267,9 @@ class ReferencedCall:
     messages: tuple[bytes, ...]
     """The call's request messages as stored; empty if only its answer is needed."""
     answer: Message | None
-    """The call's answer; None for a warm-up, because nothing was sampled."""
+    """The call's answer; None if nothing was sampled, as in a warm-up."""
     problem: str | None = None
-    """Why the answer is incomplete, so that the call cannot be referred to; None if the answer is complete."""
+    """Why the answer is incomplete; None if it is complete. No body may refer to a call with an incomplete answer."""
 
 
 class References(NamedTuple):

@@ -1,9 +1,9 @@
-"""The choice of each call's engine: the one of the settings section [engine], unless a rule in `routes` names another.
+"""The choice of each call's engine: the engine that a rule in `routes` names, else the engine of the section [engine].
 
 Promises:
 
-* The choice depends only on the session's id and label and on the model that the request names, so that a session's
-  calls with one model stay with one engine, also after a restart and on other gateways with the same settings.
+* The choice depends only on the session's id and label and on the model that the request names. So a session's calls
+  for one model stay with one engine, even after a restart and on other gateways with the same settings.
 * A prompt is never continued from tokens of another engine (`PromptBuilder`).
 * No trace joins answers of two engines.
 """

@@ -184,7 +184,7 @@ class JobEventRepository(Repository):
         return found, position
 
     def _page(self, connection: Connection, query: Select[Any], number: Column[Any], after: int, limit: int) -> _Page:
-        """Return the next rows. On PostgreSQL, leave out those that follow a missing number (see the first promise)."""
+        """Return the next rows. On PostgreSQL, stop before a row that follows a missing number (see the module)."""
         rows: Sequence[Row[Any]] = connection.execute(query.order_by(number).limit(limit)).all()
         if self._database.dialect == "postgresql":
             expected, now = after + 1, time.time()
