@@ -26,7 +26,7 @@ FILE, EXECUTABLE, LINK = 0o100644, 0o100755, 0o120000
 
 
 class TreeTooLarge(OSError):
-    """A program left more than Polar reads. The text names the limit."""
+    """A program left files that exceed a limit on what Polar reads. The message names the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class FolderTree(SandboxTree):
 
 
 class ArchiveTree(SandboxTree):
-    """A tree in tar archives that a container engine wrote, one after the other, into a file."""
+    """A tree in tar archives. A container engine wrote the archives into one file, one after the other."""
 
     def __init__(self, file: BinaryIO, starts: Mapping[int, bytes], top_names: Collection[bytes] | None) -> None:
         """`starts`: the offset of each archive in `file` -> the path of the file or folder that the archive contains.

@@ -149,9 +149,9 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
 
 
 def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
-    """Return the last answer in the request that is a complete answer of an earlier call; None if there is none.
+    """Return the last complete answer in the request that an earlier call gave; None if there is none.
 
-    All messages before this answer mean the same as the messages of that call.
+    The answer must be to the same conversation: the messages before it mean the same as that call's messages.
     """
     keys = query.chain.keys
     for end in range(len(keys) - 1, 0, -1):
@@ -371,7 +371,7 @@ def _inserted_summary(index: CallIndex, query: PlacementQuery) -> CallNode | Non
 
 
 def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Decision:
-    """Return `extended`, or the decision for a sub-agent if the harness says that this call begins a new one.
+    """Return the decision for a sub-agent, if the harness says that this call begins one. Otherwise return `extended`.
 
     Such a sub-agent starts with a copy of its parent's conversation, so its first call looks like a continuation.
     """

@@ -63,7 +63,7 @@ class BodyReservation:
     task: asyncio.Task[Any] | None = None
     size: int = 0
     refusable: bool = True
-    """True until the body begins to be parsed. Only in this time can it be refused to make room for others."""
+    """True until the parsing of the body begins. After that, the body is never refused to make room for others."""
     refused: bool = False
 
     def take(self, size: int) -> None:
