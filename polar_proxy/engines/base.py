@@ -187,8 +187,8 @@ def enforced_format(request: ChatRequest) -> Json | None:
 def is_constrained(request: EngineRequest, info: EngineInfo) -> bool | None:
     """Return whether this engine constrains the answer by a grammar, so that it is not a free sample of the policy.
 
-    None if the request asks for neither a response format nor a required tool call; False if it asks for one, but the
-    engine does not enforce it.
+    None if the request demands neither a response format nor a tool call. False if the request demands a format or a
+    tool call, but the engine does not enforce it.
     """
     if not isinstance(request, ChatRequest) or not (_demands_call(request) or request.response_format is not None):
         return None

@@ -343,9 +343,9 @@ class RequestHandler:
         buffer: ResponseBuffer,
         receive: asgi.Receive,
     ) -> CallOutcome:
-        """Sample an answer for each call of a request (one for each choice), and return how the calls ended.
+        """Sample the answer to each call of a request, with all its choices, and return how the calls ended.
 
-        Before a call begins, raises SessionClosedError and BudgetSpentError as `_announce` does.
+        Raises SessionClosedError and BudgetSpentError only before sampling begins (see `_announce`).
         """
         try:
             if self._in_flight is not None:

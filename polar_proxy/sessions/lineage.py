@@ -298,9 +298,9 @@ def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
 
 
 def _summary_follows(query: PlacementQuery, same: int) -> bool:
-    """Return whether one of the three messages that follow the first `same` messages marks the summary of a compaction.
+    """Return whether one of the three messages after the first `same` messages has the mark of a compaction's summary.
 
-    The mark need not be in the first of the three: Codex puts the user's messages before a summary.
+    The first of the three need not have the mark: Codex puts the user's messages before a summary.
     """
     following = RequestTexts.of(query.messages[same : same + 3], has_tools=False)
     return rules.match(rules.COMPACTED, following, query.metadata) is not None

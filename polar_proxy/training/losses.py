@@ -6,8 +6,8 @@ Notation:
 
 * mu is the policy that sampled the token, with the log-probabilities that the engine recorded.
 * pi_theta is the policy in training.
-* pi_prox is the proximal policy: the policy that sampled the token, with the log-probabilities that the trainer
-  computes, or an approximation of it (`proximal` in `[grpo]`).
+* pi_prox is the proximal policy: the policy that sampled the token, but with log-probabilities that the trainer
+  computes. The setting `proximal` in `[grpo]` may choose an approximation of this policy.
 * r_t = pi_theta(t) / mu(t) is the importance ratio.
 * k_t = pi_prox(t) / mu(t) corrects for staleness and for the mismatch of trainer and engine. A loss that uses k_t clips
   u_t = pi_theta(t) / pi_prox(t) instead of r_t.

@@ -148,7 +148,7 @@ def _run_pytest(
 ) -> list[str]:
     """Run the group's tests by pytest, with canaries, and report their verdicts. Return the signs of forgery.
 
-    Only pytest's built-in plugins and those that the task's options name are loaded."""
+    The only plugins that pytest loads are its built-in plugins and the plugins that the task's options name."""
     import pytest
 
     from .pytest_guard import PytestRecorder
