@@ -89,7 +89,7 @@ class PlacementQuery:
         return node.client_thread is None or self.metadata.thread in (None, node.client_thread)
 
     def quoted(self, nodes: Iterable[CallNode], *kinds: QuoteKind) -> list[CallNode]:
-        """Return the calls whose answers are quoted at the beginning of the conversation."""
+        """Return the calls in `nodes` that have a quote of these kinds at the beginning of the conversation."""
         opening = self.opening
         found = []
         for node in nodes:  # loops, because this runs for dozens of calls with every new conversation

@@ -331,8 +331,8 @@ def kl_to_reference(
     unbiased, even off policy (k3: DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it). For k2, r is not
     differentiated: the estimate is sg(r) d^2 / 2, and its gradient, `r * d * grad(log pi_theta)`, is that of the KL.
 
-    To bound r, each estimate is also multiplied by the constant min(1, max_ratio / r): one token that pi_theta finds
-    much likelier than mu would otherwise outweigh all others.
+    To bound r, each estimate is also multiplied by the constant min(1, max_ratio / r). Without this bound, a single
+    token could outweigh all others, if it is much likelier under pi_theta than under mu.
 
     Source: Schulman, Approximating KL Divergence (joschu.net/blog/kl-approx.html).
     """
