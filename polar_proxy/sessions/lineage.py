@@ -327,8 +327,8 @@ def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, request_end:
 def _keeps_part(node: CallNode, rest: Sequence[Message]) -> bool:
     """Return whether `rest` begins with assistant messages that keep a part of the node's answer.
 
-    The part is the beginning of the text or, of a failed answer only, some of the tool calls or the reasoning. If a
-    stream breaks, harnesses keep the items that were complete.
+    The part is the beginning of the text. If the answer failed, the part may also be some of its tool calls or its
+    reasoning, because harnesses keep the complete items of a stream that breaks.
     """
     run = list(itertools.takewhile(lambda message: message.role == "assistant", rest))
     text = without_white_space("".join(map(text_of, run)))
