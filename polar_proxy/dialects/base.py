@@ -326,9 +326,9 @@ class Dialect(ABC):
     def turn_items(
         self, parsed: ParsedRequest, known: int, call_id: str, answer: Answer
     ) -> tuple[ConversationItem, ...]:
-        """Return what an answered call adds to its conversation: its own input and its answer.
+        """Return the items that an answered call adds to its conversation: its new input and its answer.
 
-        `known`: the number of items that the conversation already had. The input of `parsed` begins with these items.
+        `known`: the number of items that the conversation had before. The input of `parsed` begins with these items.
         """
         raise NotImplementedError(f"the dialect {self.name} does not support conversations")
 
@@ -343,10 +343,10 @@ class Dialect(ABC):
         return {**params, **self.message_fields([orjson.loads(message) for message in messages]), **stored_tools}
 
     def check_length(self, request: EngineRequest, engine: EngineInfo) -> None:
-        """Refuse a request for more tokens than the model's answers can have, if this dialect's provider refuses such
-        requests.
+        """Raise RequestError if the request asks for a longer answer than the model can give, and this dialect's
+        provider refuses such requests.
 
-        Raises RequestError. By default nothing is refused, and the answer ends at the model's limit.
+        By default nothing is refused, and the answer ends at the model's limit.
         """
         return
 
