@@ -286,7 +286,7 @@ def get_adapter(name: str, folder: Path | None = None) -> HarnessAdapter:
     except (ImportError, AttributeError) as error:
         raise UnknownHarnessError(f"cannot load harness adapter {target!r}: {error}") from error
     except TypeError as error:  # a function, or a class that needs arguments
-        raise UnknownHarnessError(f"{_not_an_adapter(target)} and needs no arguments: {error}") from error
+        raise UnknownHarnessError(f"{_not_an_adapter(target)}. Called without arguments, it failed: {error}") from error
     if not isinstance(adapter, HarnessAdapter):
         raise UnknownHarnessError(
             f"{_not_an_adapter(target)}. This object lacks {', '.join(_missing_members(adapter))}"

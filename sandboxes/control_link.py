@@ -78,7 +78,7 @@ class ControlLink:
         self._next = 0
         self.ended = asyncio.Event()
         self.ended_by_programs = False
-        """True once the supervisor has reported that programs inside made the sandbox end. No program is left then."""
+        """True if the supervisor has reported that programs inside ended the sandbox. Then no program is left."""
         self._loop.add_reader(sock.fileno(), self._readable)
 
     def _readable(self) -> None:

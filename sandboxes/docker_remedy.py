@@ -19,7 +19,7 @@ def docker_remedy(
     """Return what to do so that the docker sandbox works here. `engine_answers`: the engine works, only the image is
     missing.
 
-    Podman serves Docker's API on a socket that is off by default, and that DOCKER_HOST must name.
+    Podman serves Docker's API on a socket. The socket is off by default, and DOCKER_HOST must name it.
     """
     if engine_answers:
         return BUILD_IMAGE

@@ -99,7 +99,7 @@ class SupervisedSandbox(Sandbox):
     @property
     @abstractmethod
     def _watched_folders(self) -> list[Path]:
-        """The folders that count against the disk quota, if they have no file system of their own."""
+        """The folders that are measured for the disk quota, if the sandbox has no file system of its own."""
 
     @abstractmethod
     def _rlimits(self) -> dict[str, int]:
@@ -255,9 +255,9 @@ class SupervisedSandbox(Sandbox):
     async def _end_unkillable(self, link: ControlLink, what: str) -> None:
         """End all processes inside, because one could not be killed.
 
-        In bubblewrap without root, programs inside can stop the processes that would kill them. Then these programs
-        count as the cause: the sandbox is not closed, so its files can still be read. In all other cases, close the
-        sandbox and raise SandboxEnded with the names of the processes left.
+        In bubblewrap without root, programs inside can stop the processes that would kill them. There, the programs
+        count as the cause, and the sandbox is not closed, so that its files can still be read. Any other sandbox is
+        closed. Then SandboxEnded is raised, with the names of the processes that are left.
         """
         if (await link.call(op="end"))[0]["ended"]:
             return

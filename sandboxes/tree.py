@@ -26,7 +26,7 @@ FILE, EXECUTABLE, LINK = 0o100644, 0o100755, 0o120000
 
 
 class TreeTooLarge(OSError):
-    """A program left more than Polar reads. The text names the limit."""
+    """A program left files that exceed a limit on what Polar reads. The message names the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class SandboxTree(ABC):
 
     entries: dict[bytes, TreeEntry]
     top_names: Collection[bytes] | None = None
-    """Names directly below the folder. Only entries with these names, and everything below them, were read; None: all
-    was read. Everything else is unchanged from the sandbox's image."""
+    """Names directly below the folder. Only entries with these names, and everything below them, were read. The rest is
+    the same as in the sandbox's image. None: everything was read."""
 
     @abstractmethod
     def read(self, path: bytes) -> bytes:
@@ -53,7 +53,7 @@ class SandboxTree(ABC):
     def close(self) -> None: ...
 
     def covers(self, path: bytes) -> bool:
-        """Return whether this path was read. A path that was not read is unchanged from the sandbox's image."""
+        """Return whether this path was read. Paths that were not read are the same as in the sandbox's image."""
         return self.top_names is None or path.partition(b"/")[0] in self.top_names
 
     def _add(self, path: bytes, mode: int, size: int) -> None:
@@ -131,7 +131,7 @@ class FolderTree(SandboxTree):
 
 
 class ArchiveTree(SandboxTree):
-    """A tree in tar archives that a container engine wrote, one after the other, into a file."""
+    """A tree in tar archives. A container engine wrote the archives into one file, one after the other."""
 
     def __init__(self, file: BinaryIO, starts: Mapping[int, bytes], top_names: Collection[bytes] | None) -> None:
         """`starts`: the offset of each archive in `file` -> the path of the file or folder that the archive contains.

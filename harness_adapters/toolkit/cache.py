@@ -1,9 +1,9 @@
 """A cache of folders, each of which is either complete or absent.
 
-A folder lies at ``<cache_root>/<name>/<version>-<hash of the recipe>``, so a changed recipe makes a new folder and
-never edits one that a running sandbox has mounted. A folder is complete when its marker file exists. The marker is
-written last, under a lock, so a folder that an installer left half-made never counts as complete, even if two
-installers run at once or one is killed.
+A folder lies at ``<cache_root>/<name>/<version>-<hash of the recipe>``. So a changed recipe makes a new folder, and a
+folder that a running sandbox has mounted is never edited. A folder is complete when its marker file exists. The marker
+is written last, under a lock. So a half-made folder never counts as complete, even if two installers run at once or an
+installer is killed.
 """
 
 from __future__ import annotations

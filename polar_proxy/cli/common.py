@@ -87,9 +87,9 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_client_settings(url: str | None, db: str | None) -> Settings:
-    """Return the settings of a command that takes --url or --db; each of these overrides both POLAR_URL and POLAR_DB.
+    """Return the settings of a command that takes --url or --db. Raises UsageError if both options are given.
 
-    Raises UsageError if both options are given.
+    Either option overrides POLAR_URL as well as POLAR_DB.
     """
     if url is not None and db is not None:
         raise UsageError("Give --url (a server) or --db (a database), not both.")

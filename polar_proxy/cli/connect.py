@@ -75,7 +75,7 @@ def connect(
             f"Write -- before the arguments of the agent: polar connect {agent} -- {shlex.join(arguments)}"
         )
     if start and as_json:
-        raise UsageError("--json prints the settings and starts nothing: leave out either --json or --.")
+        raise UsageError("--json prints the settings and starts nothing: leave out --json, or leave out `--`.")
     harness = _find_harness(agent)
     program = _require_program(harness) if start else None
     settings = load_client_settings(url, db)

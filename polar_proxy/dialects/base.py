@@ -127,7 +127,7 @@ class Answer:
     choices: dict[int, AnswerChoice] = field(default_factory=dict)
     """The choices by their index."""
     usage: Usage | None = None
-    """The provider's token counts. They stand in for counts of token ids if the engine reports no token ids."""
+    """The provider's token counts, used if the engine reports no token ids that could be counted."""
     ended_at: float | None = None
     """When the answer ended, in seconds since the epoch."""
     response_id: str | None = None
@@ -246,7 +246,8 @@ class ParsedRequest:
     provider_tools: tuple[str, ...] = ()
     """The tools that the request wants the provider itself to run, such as a web search. They are not in `requests`."""
     own_encoder: Callable[..., Encoder] | None = field(default=None, compare=False, repr=False)
-    """The encoder for an answer by Polar itself, if `encoder` only forwards a provider's bytes."""
+    """If `encoder` only forwards a provider's bytes: the encoder for answers that Polar makes itself. None if Polar
+    could not parse the request."""
     missing_history: bool = False
     """True if only the provider has the beginning of the conversation, so that `messages` lacks it."""
     provider_conversation: str | None = None
@@ -266,9 +267,9 @@ class ReferencedCall:
     messages: tuple[bytes, ...]
     """The call's request messages as stored; empty if only its answer is needed."""
     answer: Message | None
-    """The call's answer; None for a warm-up, which samples none."""
+    """The call's answer; None if nothing was sampled, as in a warm-up."""
     problem: str | None = None
-    """Why the answer is incomplete, so that the call cannot be referred to; None if the answer is complete."""
+    """Why the answer is incomplete; None if it is complete. No body may refer to a call with an incomplete answer."""
 
 
 class References(NamedTuple):
@@ -325,9 +326,9 @@ class Dialect(ABC):
     def turn_items(
         self, parsed: ParsedRequest, known: int, call_id: str, answer: Answer
     ) -> tuple[ConversationItem, ...]:
-        """Return what an answered call adds to its conversation: its own input and its answer.
+        """Return the items that an answered call adds to its conversation: its new input and its answer.
 
-        `known`: the number of items that the conversation already had. The input of `parsed` begins with these items.
+        `known`: the number of items that the conversation had before. The input of `parsed` begins with these items.
         """
         raise NotImplementedError(f"the dialect {self.name} does not support conversations")
 
@@ -342,10 +343,10 @@ class Dialect(ABC):
         return {**params, **self.message_fields([orjson.loads(message) for message in messages]), **stored_tools}
 
     def check_length(self, request: EngineRequest, engine: EngineInfo) -> None:
-        """Refuse a request for more tokens than the model's answers can have, if this dialect's provider refuses such
-        requests.
+        """Raise RequestError if the request asks for a longer answer than the model can give, and this dialect's
+        provider refuses such requests.
 
-        Raises RequestError. By default nothing is refused, and the answer ends at the model's limit.
+        By default nothing is refused, and the answer ends at the model's limit.
         """
         return
 

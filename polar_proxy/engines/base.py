@@ -130,8 +130,8 @@ class Engine(ABC):
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
         """Return whether the engine's rendering of a request ends with the token ids `end`.
 
-        An engine that renders for its server in this process ignores `end`. It returns whether its own rendering and
-        the server's are equal, for most requests from an earlier comparison.
+        Some engines render in this process in place of their server. They ignore `end`, and return whether their own
+        rendering equals the server's. For most requests they repeat the result of an earlier comparison.
         """
         rendered = await self.render(request)
         return rendered[max(0, len(rendered) - len(end)) :] == list(end)
@@ -187,8 +187,8 @@ def enforced_format(request: ChatRequest) -> Json | None:
 def is_constrained(request: EngineRequest, info: EngineInfo) -> bool | None:
     """Return whether this engine constrains the answer by a grammar, so that it is not a free sample of the policy.
 
-    None if the request asks for neither a response format nor a required tool call; False if it asks for one, but the
-    engine does not enforce it.
+    None if the request demands neither a response format nor a tool call. False if the request demands a format or a
+    tool call, but the engine does not enforce it.
     """
     if not isinstance(request, ChatRequest) or not (_demands_call(request) or request.response_format is not None):
         return None

@@ -49,8 +49,8 @@ def at_temperature(logprob: float, known: Sequence[float], temperature: float) -
     """Return the log-probability of a token at a temperature, from log-probabilities at temperature 1.
 
     `known`: log-probabilities of the `ALTERNATIVES` most likely tokens and of the token itself. With a = 1 / T the
-    result is a log p - log sum_v p_v^a, where v runs over the whole vocabulary. The terms of unknown tokens are only
-    bounded: together these tokens have the remaining probability, and none is more likely than the last of the
+    result is a log p - log sum_v p_v^a, where v runs over the whole vocabulary. For the unknown tokens this sum has
+    only bounds: together these tokens have the remaining probability, and none is more likely than the last of the
     `ALTERNATIVES` most likely tokens. Return the middle of the bounds, or NaN if they are more than 0.001 nats apart.
     """
     power = 1.0 / temperature

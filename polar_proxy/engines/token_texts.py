@@ -53,7 +53,7 @@ async def _decode_one(decode: Decode, token: int) -> str:
         return await decode([token])
     except (ValueError, OverflowError) as error:
         raise NoTextsError(
-            f"The tokenizer has no token {token}, so it is not the one of the recorded model."
+            f"The tokenizer has no token {token}, so it is not the tokenizer of the recorded model."
         ) from error
 
 

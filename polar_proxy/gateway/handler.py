@@ -186,9 +186,9 @@ class RequestHandler:
             )
 
     async def _warm_up(self, request: RequestContext, send: asgi.Send) -> None:
-        """Answer a warm-up (a request with `generate: false`): sample and record nothing, but keep its messages.
+        """Answer a warm-up, that is, a request with `generate: false`. Nothing is sampled, and nothing is recorded.
 
-        A later request may continue from these messages.
+        The messages are kept, because a later request may continue from them.
         """
         call_id = new_id("call")
         self.stored_calls.keep_warm_up(request.session, call_id, request.parsed.messages[0])
@@ -343,9 +343,9 @@ class RequestHandler:
         buffer: ResponseBuffer,
         receive: asgi.Receive,
     ) -> CallOutcome:
-        """Sample an answer for each call of a request (one for each choice), and return how the calls ended.
+        """Sample the answer to each call of a request, with all its choices, and return how the calls ended.
 
-        Before a call begins, raises SessionClosedError and BudgetSpentError as `_announce` does.
+        Raises SessionClosedError and BudgetSpentError only before sampling begins (see `_announce`).
         """
         try:
             if self._in_flight is not None:

@@ -1,9 +1,9 @@
-"""The choice of each call's engine: the one of the settings section [engine], unless a rule in `routes` names another.
+"""The choice of each call's engine: the engine that a rule in `routes` names, else the engine of the section [engine].
 
 Promises:
 
-* The choice depends only on the session's id and label and on the model that the request names, so that a session's
-  calls with one model stay with one engine, also after a restart and on other gateways with the same settings.
+* The choice depends only on the session's id and label and on the model that the request names. So a session's calls
+  for one model stay with one engine, even after a restart and on other gateways with the same settings.
 * A prompt is never continued from tokens of another engine (`PromptBuilder`).
 * No trace joins answers of two engines.
 """
@@ -110,7 +110,7 @@ def _matches(value: str, patterns: Sequence[str]) -> bool:
 
 
 def _in_share(session_id: str, rule: RouteSettings) -> bool:
-    """Return whether a session is in the `share` of the sessions that a rule routes.
+    """Return whether a rule with a `share` below 1 routes this session; True if `share` is 1.
 
     A hash of the rule's name and the session's id decides: the result for a session never changes, and two rules
     choose independently of each other.

@@ -173,10 +173,10 @@ def _readable(pem: bytes) -> list[x509.Certificate]:
 
 
 def _system_bundle(own_folder: Path) -> Path:
-    """Return the file of certificates that programs of this machine trust: that of SSL_CERT_FILE, or the system's.
+    """Return the file of certificates that programs of this machine trust: SSL_CERT_FILE, or the system's file.
 
-    A file in `own_folder` is skipped: in an intercepted program, SSL_CERT_FILE names Polar's own bundle there. Raises
-    UsageError if there is no other file.
+    A file in `own_folder` is skipped, because it is Polar's own bundle: in an intercepted program, SSL_CERT_FILE names
+    this bundle. Raises UsageError if there is no other file.
     """
     for name in (ssl.get_default_verify_paths().cafile, *_SYSTEM_BUNDLES):  # the first is SSL_CERT_FILE, if it is set
         if name is not None and os.path.isfile(name) and Path(name).parent != own_folder:

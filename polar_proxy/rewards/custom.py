@@ -41,8 +41,8 @@ class CommandEvaluator(Evaluator):
     weight: float = 1.0
     files: Mapping[str, str] = field(default_factory=dict)
     reward: Literal["exit_code", "last_line"] = "exit_code"
-    """`exit_code`: the reward is 1 for exit status 0, else 0. `last_line`: the last line of stdout is the reward, a
-    number or ``null`` for no reward; a command that fails gives no reward."""
+    """`exit_code`: the reward is 1 for exit status 0, else 0. `last_line`: the reward is the number on the last line of
+    stdout. If this line is ``null``, or the command fails, there is no reward."""
 
     def check(self, task: EvaluatedTask) -> None:
         if not self.argv:

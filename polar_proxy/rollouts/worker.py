@@ -86,7 +86,7 @@ class Worker:
         self.paused_until = 0.0
         """Nothing is claimed before this time, in seconds since the epoch; infinity: until `resume`."""
         self.problem: str | None = None
-        """Why this worker claims nothing until `resume` (see `refuse`); None if it has no such problem."""
+        """The problem that `refuse` was called with: until `resume`, nothing is claimed because of it. None without."""
         self._stopping = False
         self._claiming = False
 
@@ -154,8 +154,8 @@ class Worker:
     async def drain(self, timeout: float | None = None) -> list[str]:
         """Claim nothing new and wait for the rollouts in flight.
 
-        Returns the rollouts that still run after `timeout` seconds. If there are any, the worker claims again, unless
-        it was already paused before."""
+        Return the rollouts that still run after `timeout` seconds. If some do, the worker goes back to its earlier
+        state: it claims again, or stays paused."""
         paused_until = self.paused_until
         self.pause()
         with contextlib.suppress(TimeoutError):
@@ -339,8 +339,8 @@ class Worker:
     async def _stop_group_if_complete(self, claim: Claim) -> None:
         """End the group if all its rollouts have ended.
 
-        If the group's policy says that the group is complete before that, cancel the unfinished rollouts. If the
-        group's option `overflow` is `keep`, move them to other groups instead.
+        The group's policy may declare the group complete while rollouts are unfinished. Then cancel these rollouts, or
+        move them to other groups if the group's option `overflow` is `keep`.
         """
         group_id = await self._store.rollouts.group_id(claim.rollout_id)  # the rollout may have moved to another group
         if await self._settle(group_id):

@@ -42,7 +42,7 @@ from polar_proxy.sessions.rules import RequestTexts
 from polar_proxy.types import ANSWERED, Edge, Message
 
 _MIN_EVIDENCE = 40
-"""Length in characters below which the same assistant turn may occur in two unrelated conversations."""
+"""An assistant turn of fewer characters may occur in two unrelated conversations."""
 _OPENING = 20_000
 """How many characters at the beginning of each of the first messages are searched for quotes."""
 
@@ -89,7 +89,7 @@ class PlacementQuery:
         return node.client_thread is None or self.metadata.thread in (None, node.client_thread)
 
     def quoted(self, nodes: Iterable[CallNode], *kinds: QuoteKind) -> list[CallNode]:
-        """Return the calls whose answers are quoted at the beginning of the conversation."""
+        """Return the calls in `nodes` that have a quote of these kinds at the beginning of the conversation."""
         opening = self.opening
         found = []
         for node in nodes:  # loops, because this runs for dozens of calls with every new conversation
@@ -149,9 +149,9 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
 
 
 def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
-    """Return the last answer in the request that is a complete answer of an earlier call; None if there is none.
+    """Return the last complete answer in the request that an earlier call gave; None if there is none.
 
-    All messages before this answer mean the same as the messages of that call.
+    The answer must be to the same conversation: the messages before it mean the same as that call's messages.
     """
     keys = query.chain.keys
     for end in range(len(keys) - 1, 0, -1):
@@ -238,12 +238,11 @@ def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decisio
 def _answered_in_this_run(
     index: CallIndex, query: PlacementQuery, same: Sequence[CallNode], window: float
 ) -> CallNode | None:
-    """Return the newest of `same`, the earlier calls with the same request, if this request probably repeats it; else
-    None.
+    """Return the newest of the earlier calls `same`, if this equal request probably repeats that call; else None.
 
-    Three conditions must hold. The newest call ended less than `window` seconds ago. None of the calls was continued.
-    The request comes from the agent run that made the calls: either it contains tool call ids, which no two runs share,
-    or it has an assistant turn and the session has only one thread.
+    Three conditions must hold. The newest call ended less than `window` seconds ago. No call in `same` was continued.
+    The request comes from the agent run that made these calls: the request contains tool call ids, which no two runs
+    share, or it has an assistant turn and the session has only one thread.
     """
     turns = query.chain.turns
     in_one_run = any(turn.ids for turn in turns) or (turns and _single_thread(index))
@@ -282,11 +281,11 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
 
 
 def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
-    """Return how many messages at the beginning of the request are known from an earlier call, as two numbers.
+    """Return how many messages the request has in common with earlier calls: the pair (with answer, without answer).
 
-    The first number counts the messages of an earlier call together with its answer. The second counts the messages of
-    an earlier call without its answer. Each is the largest number that fits, or 0 if none does. The second is also 0 if
-    it would be smaller than the first.
+    With answer: the longest beginning of the request that is an earlier call's messages and their answer. Without
+    answer: the longest beginning that is an earlier call's messages only; 0 if it is shorter than the other beginning.
+    A number is 0 if there is no such beginning.
     """
     keys = query.chain.keys
     request_end = 0
@@ -299,9 +298,9 @@ def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
 
 
 def _summary_follows(query: PlacementQuery, same: int) -> bool:
-    """Return whether one of the three messages that follow the first `same` messages marks the summary of a compaction.
+    """Return whether one of the three messages after the first `same` messages has the mark of a compaction's summary.
 
-    The mark need not be in the first of the three: Codex puts the user's messages before a summary.
+    The first of the three need not have the mark: Codex puts the user's messages before a summary.
     """
     following = RequestTexts.of(query.messages[same : same + 3], has_tools=False)
     return rules.match(rules.COMPACTED, following, query.metadata) is not None
@@ -328,8 +327,8 @@ def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, request_end:
 def _keeps_part(node: CallNode, rest: Sequence[Message]) -> bool:
     """Return whether `rest` begins with assistant messages that keep a part of the node's answer.
 
-    The part is the beginning of the text or, of a failed answer only, some of the tool calls or the reasoning. If a
-    stream breaks, harnesses keep the items that were complete.
+    The part is the beginning of the text. If the answer failed, the part may also be some of its tool calls or its
+    reasoning, because harnesses keep the complete items of a stream that breaks.
     """
     run = list(itertools.takewhile(lambda message: message.role == "assistant", rest))
     text = without_white_space("".join(map(text_of, run)))
@@ -372,7 +371,7 @@ def _inserted_summary(index: CallIndex, query: PlacementQuery) -> CallNode | Non
 
 
 def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Decision:
-    """Return `extended`, or the decision for a sub-agent if the harness says that this call begins a new one.
+    """Return the decision for a sub-agent, if the harness says that this call begins one. Otherwise return `extended`.
 
     Such a sub-agent starts with a copy of its parent's conversation, so its first call looks like a continuation.
     """
@@ -420,7 +419,7 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
 
 
 def _quotes_later(quoting: Sequence[CallNode], turn: CallNode | None) -> bool:
-    """Return whether a quoted summary was written after the call `turn`: the request then follows the summary."""
+    """Return whether a summary in `quoting` is later than the call `turn`. If so, the request follows the summary."""
     return turn is not None and any(summary.at > turn.at for summary in quoting)
 
 

@@ -32,11 +32,11 @@ class Rule:
     system: str | None = None
     """Pattern in the system prompt."""
     first: str | None = None
-    """Pattern in one of the first three user messages, which must be among the first eight messages (a summary may
-    follow the user's own messages)."""
+    """Pattern in one of the first three user messages; only the first eight messages are examined. More than one user
+    message is searched, because a summary may follow the user's own messages."""
     last: str | None = None
-    """Pattern in the newest message, if it is a user message. Rules of CONTINUATIONS and MASKED differ: their pattern
-    must be in a message that is new or was changed."""
+    """Pattern in the newest message, if it is a user message. Two kinds of rules differ: CONTINUATIONS search
+    the user messages among the first three new messages, MASKED search the changed tool outputs."""
     tools: bool | None = None
     """Whether the request has tools."""
     request_kind: str | None = None

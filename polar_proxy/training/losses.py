@@ -6,8 +6,8 @@ Notation:
 
 * mu is the policy that sampled the token, with the log-probabilities that the engine recorded.
 * pi_theta is the policy in training.
-* pi_prox is the proximal policy: the policy that sampled the token, with the log-probabilities that the trainer
-  computes, or an approximation of it (`proximal` in `[grpo]`).
+* pi_prox is the proximal policy: the policy that sampled the token, but with log-probabilities that the trainer
+  computes. The setting `proximal` in `[grpo]` may choose an approximation of this policy.
 * r_t = pi_theta(t) / mu(t) is the importance ratio.
 * k_t = pi_prox(t) / mu(t) corrects for staleness and for the mismatch of trainer and engine. A loss that uses k_t clips
   u_t = pi_theta(t) / pi_prox(t) instead of r_t.
@@ -131,7 +131,7 @@ def cispo(batch: LossInputs, *, min_ratio: float = 0.0, max_ratio: float = 5.0) 
 
 
 def minpro(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> tuple[Tensor, LossStats]:
-    """MinPRO: replace the ratio of the whole prefix, which can explode, by the smallest earlier ratio times r_t.
+    """MinPRO: weigh a token by r_t times the smallest earlier ratio, because the ratio of the whole prefix can explode.
 
     q_t = min_{j < t} r_j * r_t (for the first token, r_t);
     L = -sum_t w_t sg(clip(q_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta(t).
@@ -305,7 +305,7 @@ class KlStats:
     """Statistics of the KL term over the trained tokens."""
 
     mean: float
-    """Mean over tokens of the KL estimates, each multiplied by its bounded importance ratio, without weights w_t."""
+    """Unweighted mean over tokens of the KL estimate times the bounded importance ratio."""
     ratio_max: float
     """Largest importance ratio before it is bounded."""
     bounded_share: float
@@ -331,8 +331,8 @@ def kl_to_reference(
     unbiased, even off policy (k3: DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it). For k2, r is not
     differentiated: the estimate is sg(r) d^2 / 2, and its gradient, `r * d * grad(log pi_theta)`, is that of the KL.
 
-    To bound r, each estimate is also multiplied by the constant min(1, max_ratio / r): one token that pi_theta finds
-    much likelier than mu would otherwise outweigh all others.
+    To bound r, each estimate is also multiplied by the constant min(1, max_ratio / r). Without this bound, a single
+    token could outweigh all others, if it is much likelier under pi_theta than under mu.
 
     Source: Schulman, Approximating KL Divergence (joschu.net/blog/kl-approx.html).
     """

@@ -170,7 +170,7 @@ def test_errors_say_what_to_do(server: str, monkeypatch: pytest.MonkeyPatch, pol
     assert "Write -- before the arguments of the agent: polar connect codex -- exec" in polar_error(
         "connect", "codex", "exec"
     )
-    assert "leave out either --json or --" in polar_error("connect", "codex", "--json", "--")
+    assert "leave out --json, or leave out `--`" in polar_error("connect", "codex", "--json", "--")
     assert "unknown harness 'nothing'" in polar_error("connect", "nothing")
     assert "shell cannot be connected: choose aider" in polar_error("connect", "shell:true")
     assert "names a version" in polar_error("connect", "codex@1.2.3")

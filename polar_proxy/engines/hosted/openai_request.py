@@ -19,8 +19,8 @@ _FORMATS = {"audio/wav": "wav", "audio/x-wav": "wav", "audio/mpeg": "mp3", "audi
 def chat_fields(request: ChatRequest, *, reasoning: bool, official: bool) -> Json:
     """Return the request's messages, its tools with their settings, its response format and its options.
 
-    `reasoning`: keep the reasoning of earlier answers in the messages. `official`: the API is OpenAI's own, which knows
-    all of its options and only documented content parts.
+    `reasoning`: keep the reasoning of earlier answers in the messages. `official`: the API is OpenAI's own. It
+    gets the client's options as well, and content parts only in their documented form.
     """
     body: Json = {"messages": _messages(request.messages, reasoning, official)}
     if request.tools:

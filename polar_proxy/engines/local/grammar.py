@@ -117,7 +117,7 @@ def _schema(schema: Json) -> str:
 
 
 def demanded_tools(request: ChatRequest) -> list[Json] | None:
-    """Return the functions of which the model must call one; None if it need not call any.
+    """Return the functions from which the model must choose one to call; None if no call is required.
 
     Raises RequestError if `tool_choice` matches no tool of the request.
     """

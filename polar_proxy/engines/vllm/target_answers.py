@@ -1,8 +1,8 @@
-"""Answers that a server is made to sample, as its own chat template writes them, and the requests for this.
+"""Answers in the format of a server's chat template, and requests that make the server sample exactly these answers.
 
 A template shows how its model writes a tool call: if a conversation is rendered with an answer that calls a tool, the
-tokens after the opening of the answer are the tokens of the call. The server is made to sample exactly these tokens by
-a grammar that is a sequence of token ids, so control tokens can be forced too. With a reasoning parser, vLLM applies a
+tokens after the opening of the answer are the tokens of the call. A grammar that is a sequence of token ids makes the
+server sample exactly these tokens, control tokens included. With a reasoning parser, vLLM applies a
 grammar only after the reasoning. Therefore the request also has a bias for the token that ends reasoning in the
 template, so that the server samples this token at once.
 """
@@ -47,7 +47,7 @@ TYPED_ARGUMENTS: Json = {"path": "a", "lines": 3, "share": 0.5, "all": True, "na
 
 UNWANTED = "~"
 _TO_STOP = 8
-"""Number of tokens that `max_tokens` leaves after a forced answer, so that the server can end it by itself."""
+"""`max_tokens` is larger than a forced answer by this number, so that the server can end the answer by itself."""
 
 Render = Callable[[list[Json], bool], Awaitable[list[int]]]
 """Renders messages and returns their token ids. If the flag is True, the tokens that open an answer are added."""

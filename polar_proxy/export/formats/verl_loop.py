@@ -28,8 +28,8 @@ def _groups(path: str) -> RecordedGroups:
 class RecordedAgentLoop(AgentLoopBase):  # type: ignore[misc, unused-ignore]
     """Answers session i of a prompt with the i-th recorded rollout of the prompt's group. Calls no model.
 
-    Raises RowError if the rollout was sampled at another temperature than verl's `rollout.temperature`, by which verl
-    divides its logits.
+    Raises RowError if the rollout was not sampled at the temperature `rollout.temperature` in verl's settings: verl
+    divides its logits by this temperature.
     """
 
     def __init__(self, *args: Any, rows: str, **kwargs: Any) -> None:

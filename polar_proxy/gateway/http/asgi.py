@@ -102,7 +102,7 @@ def _count_separators(body: bytes) -> int:
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:
-    """Yield the body in pieces, so that searching one does not hold the GIL for long. No escape sequence is split."""
+    """Yield the body in pieces, so that no search holds the GIL for long. No escape sequence is split."""
     start = 0
     while piece := body[start : start + _PIECE]:
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
@@ -207,9 +207,8 @@ async def send_json(send: Send, status: int, body: bytes, headers: Headers = ())
 class ClientWatch:
     """A context manager that cancels the current task if the client disconnects before the block ends.
 
-    After the disconnect, `on_disconnect` is awaited first; it returns when the task is no longer worth continuing. Then
-    `gone` becomes True, and the task is cancelled. This cancellation does not go beyond the block; a cancellation by
-    anyone else does.
+    After the disconnect, the task runs on until `on_disconnect` returns. Then `gone` becomes True, and the task is
+    cancelled. The block absorbs this cancellation, but no other one.
     """
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], Awaitable[None]] | None = None) -> None:

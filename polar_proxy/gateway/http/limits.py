@@ -1,8 +1,8 @@
 """Limits that keep one client from stopping the gateway for all others.
 
 * The head of a request (URL and headers) is bounded in size, in its number of headers, and in the time that it takes.
-* A body is bounded in size, in time, and in how slowly it may come. Chunk sizes and trailers are
-  bounded like a head.
+* The size of a body and the time that it takes are bounded, and it must not come too slowly. Chunk sizes and trailers
+  are bounded like a head.
 * In each turn of the event loop, a bounded time is spent on parsing one connection, however small its headers and
   chunks are.
 * A client that stops reading its answer is disconnected, so that its call ends.
@@ -63,15 +63,15 @@ class BodyReservation:
     task: asyncio.Task[Any] | None = None
     size: int = 0
     refusable: bool = True
-    """True until the body begins to be parsed. Only in this time can it be refused to make room for others."""
+    """True until the parsing of the body begins. After that, the body is never refused to make room for others."""
     refused: bool = False
 
     def take(self, size: int) -> None:
         """Reserve more bytes for this body. Raises RequestError 429 if the budget or the session's part of it is full.
 
-        The first body of a session may exceed the session's part, and a body may exceed the budget while the gateway
-        holds no other. If the budget is full, larger bodies that are still being read are refused in place of this one,
-        if that makes enough room.
+        The only body of a session may exceed the session's part, and the only body in the gateway may exceed the
+        budget. If the budget is full, larger bodies that are still being read are refused first. This body is refused
+        if that does not make enough room.
         """
         self.budget.take(self, size)
 
@@ -345,8 +345,8 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         self._close_soon()
 
     def _close_soon(self) -> None:
-        """Close the connection, but read what the client still sends for a moment: a connection that is closed with
-        unread data is reset, and the client might lose the answer."""
+        """Close the connection, but first read for a moment: the client may still be sending. If a connection is closed
+        with unread data, it is reset, and the client may lose the answer."""
         self.closing = True
         if self.cycle is not None:
             self.cycle.waiting_for_100_continue = False  # a client that expects "100 Continue" keeps its body

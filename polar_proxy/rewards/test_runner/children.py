@@ -116,10 +116,10 @@ def _run_child(job: dict[str, Any], group: dict[str, Any], writing: int) -> None
 
 
 def _prepare_path(tests: list[str]) -> None:
-    """Add the workspace and the task's PYTHONPATH to the import path, after the standard library.
+    """Add the workspace and the task's PYTHONPATH to the import path.
 
-    So modules of the workspace do not shadow modules of the library. If a test's package has the name of a library
-    module, the workspace comes before the library.
+    They come after the standard library, so that they do not shadow its modules. Exception: if a test's package has
+    the name of a module of the library, they come first.
     """
     library = os.path.dirname(os.__file__)
     places = [index for index, path in enumerate(sys.path) if path.startswith(library) and "-packages" not in path]
@@ -148,7 +148,7 @@ def _run_pytest(
 ) -> list[str]:
     """Run the group's tests by pytest, with canaries, and report their verdicts. Return the signs of forgery.
 
-    Only pytest's built-in plugins and those that the task's options name are loaded."""
+    The only plugins that pytest loads are its built-in plugins and the plugins that the task's options name."""
     import pytest
 
     from .pytest_guard import PytestRecorder

@@ -125,7 +125,7 @@ class NodeConfig:
 
     @property
     def digest(self) -> str:
-        """A hash of the configuration. A node with another hash than the head's must be restarted."""
+        """A hash of the configuration. If a node runs with a hash that is not the head's, it must be restarted."""
         settings = json.dumps(self.settings.model_dump(), sort_keys=True, default=_to_json_value)
         rest = f"{self.address} {self.agents} {self.version}"
         return hashlib.sha256(f"{settings} {rest}".encode()).hexdigest()
@@ -192,9 +192,9 @@ def node_settings(given: Settings) -> Settings:
 def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
     """Return the limits of a node.
 
-    A node claims a quarter more rollouts than may run at a time, so that the next rollout starts as soon as one ends. A
-    server without a cluster claims twice as many as may run. A node claims fewer, because another node could run the
-    rollouts that wait here."""
+    A node claims a quarter more rollouts than may run at a time, so that a rollout is ready to start when another ends.
+    A server without a cluster claims twice as many as may run. A node claims fewer, because another node may be free
+    to run a rollout that would only wait here."""
     in_flight = config.agents + max(1, config.agents // 4)
     return ServiceLimits.of(settings, config.agents, in_flight=in_flight)
 

@@ -184,7 +184,7 @@ class JobEventRepository(Repository):
         return found, position
 
     def _page(self, connection: Connection, query: Select[Any], number: Column[Any], after: int, limit: int) -> _Page:
-        """Return the next rows. On PostgreSQL, leave out those that follow a missing number (see the first promise)."""
+        """Return the next rows. On PostgreSQL, stop before a row that follows a missing number (see the module)."""
         rows: Sequence[Row[Any]] = connection.execute(query.order_by(number).limit(limit)).all()
         if self._database.dialect == "postgresql":
             expected, now = after + 1, time.time()
@@ -246,9 +246,9 @@ class CallbackRepository(Repository):
 def _merge(rollout_page: _Page, job_page: _Page) -> Iterator[Row[Any]]:
     """Merge the rows of two pages by time.
 
-    If a page may have more rows, the merge stops after its last row, because the next row of its table may come before
-    the remaining rows of the other page. At equal times, rollout events come after the opening of the job and before
-    its end, which they cause.
+    The merge stops after the last row of a page whose table may have more rows: the next of those rows may come before
+    the rows that are left in the other page. At equal times, rollout events come after the opening of the job. They
+    come before the end of the job, because they cause it.
     """
     of_rollouts, of_jobs = deque(rollout_page.rows), deque(job_page.rows)
     while of_rollouts and of_jobs:

@@ -70,8 +70,8 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 
     @pages.get("/view/parts/groups/{group_id}/training")
     async def training_part(request: Request, group_id: str) -> Response:
-        """Return the part of the page about training. The browser loads it separately, because traces of another
-        builder than `STORED_BUILDER` are built from all calls when the group is first shown."""
+        """Return the page's part about training. The browser loads this part separately, because it can be slow: if the
+        run's builder is not `STORED_BUILDER`, the first view of a group builds the traces from all calls."""
         await require("group", group_id, store.groups.get(group_id))
         leases = await store.feed.leases_of(group_id)
         training = await _read_training(store, group_id, leases, built)
