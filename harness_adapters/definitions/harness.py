@@ -228,8 +228,8 @@ def _filled_words(
 
 
 def _fill_value(value: Any, values: Mapping[str, object]) -> Any:
-    """Fill in the placeholders of all strings in a value. If the value of a key is a single placeholder that stands for
-    None, the key is left out."""
+    """Fill in the placeholders of all strings in a value. If the value of a key or an item of a list is a single
+    placeholder that stands for None, it is left out."""
     if isinstance(value, str):
         whole = PLACEHOLDER.fullmatch(value)
         if whole is not None and whole["name"]:
@@ -239,7 +239,7 @@ def _fill_value(value: Any, values: Mapping[str, object]) -> Any:
         items = ((fill(key, values), _fill_value(item, values)) for key, item in value.items())
         return {key: item for key, item in items if item is not _MISSING}
     if isinstance(value, Sequence):
-        return [_fill_value(item, values) for item in value]
+        return [item for one in value if (item := _fill_value(one, values)) is not _MISSING]
     return value
 
 

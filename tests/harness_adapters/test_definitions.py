@@ -90,7 +90,8 @@ def test_an_error_of_the_syntax_names_the_line(tmp_path: Path) -> None:
 
 
 def test_a_plan_fills_in_the_placeholders(tmp_path: Path) -> None:
-    settings = {"cfg/s.json": {"ctx": "{context_length}", "ms": "{timeout_ms}", "{model}": ["{base_url}/x", True]}}
+    listed = ["{base_url}/x", True, "{context_length}"]
+    settings = {"cfg/s.json": {"ctx": "{context_length}", "ms": "{timeout_ms}", "{model}": listed}}
     table = changed(
         connection={"arguments": ["--model", "p/{model}"], "settings": settings},
         run={
