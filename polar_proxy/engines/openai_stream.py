@@ -37,7 +37,7 @@ _CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum mo
 
 @dataclass(slots=True)
 class _PendingEvent:
-    """The data of one choice that arrived after the choice's last event."""
+    """Data of one choice that no event has passed on yet."""
 
     stage: int = 0
     text: str = ""

@@ -184,10 +184,10 @@ class CallRecorder:
         `reservation`: the reservation of these calls in the session's budget. Each call is counted there, even if it
         cannot be recorded.
 
-        A call that cannot be recorded counts as lost, so that its session is not trained on. Exception: the request can
-        still be refused as if nothing had been sampled. For this, the request must have only one call, the session must
-        require records, the agent must have no part of the answer yet (`reply_started` is False), and the commit must
-        have failed for certain.
+        A call that cannot be recorded counts as lost, so that its session is not trained on. It does not count as lost
+        if the request can be refused as if nothing had been sampled. This requires that the request has only one call,
+        the session requires records, the agent has no part of the answer yet (`reply_started` is False), and the commit
+        failed for certain.
         """
         failure: StoreError | None = None
         ended_at = time.time()

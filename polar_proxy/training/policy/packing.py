@@ -94,7 +94,7 @@ class Microbatch:
     sampled: Tensor
     """bool [m]: True for a sampled target, False for an observation."""
     observations: int
-    """Number of observations in the whole update."""
+    """Number of observed tokens in the whole update."""
     old_logprobs: Tensor
     """float32 [s], nats, as the engine recorded them."""
     advantages: Tensor
