@@ -42,8 +42,8 @@ DRAIN_SECONDS = 0.1
 pipe by then; the wait is for helpers that still flush (`> >(tee log)`). A command waits this long only if a background
 process keeps the pipe open."""
 END_SECONDS = 120.0
-"""Time limit for ending a process, far above the time that even a process waiting for a slow disk needs. A process that
-has not ended by then counts as unkillable, and the sandbox is closed."""
+"""Time limit in seconds for ending a process. Even a process that waits for a slow disk needs far less. If a process
+has not ended by then, it counts as unkillable, and the sandbox is closed."""
 
 # Loads the supervisor package by itself, without `sandboxes/__init__` and its imports: it starts in half the time.
 START = "import sys; sys.path.append(sys.argv[1]); from supervisor.server import main; sys.exit(main(sys.argv[2]))"
