@@ -48,11 +48,12 @@ HARMONY_OPENING = "<|start|>assistant"
 """Text that vLLM writes at the end of every conversation with gpt-oss, even if no answer is requested."""
 
 _COMPARISONS = 600
-"""Maximum number of parses in one search for answers on which pairs of parsers differ. Each pair parses each answer."""
+"""Maximum number of parses in one search. A search looks for answers that pairs of parsers parse differently. Each pair
+parses each answer."""
 _FEWEST = 20
 """A search may always try this many answers, even if many pairs then need more than `_COMPARISONS` parses."""
 _DIFFERENCES = 6
-"""A search ends after it found this many answers on which the pairs differ."""
+"""A search ends after it found this many answers that the pairs parse differently."""
 
 from vllm import __version__  # noqa: E402
 from vllm.config import ModelConfig, VllmConfig  # noqa: E402
