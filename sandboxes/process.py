@@ -253,11 +253,11 @@ class SupervisedSandbox(Sandbox):
                 raise
 
     async def _end_unkillable(self, link: ControlLink, what: str) -> None:
-        """End all processes inside, because one could not be killed.
+        """End the processes of a sandbox in which a process could not be killed.
 
         In bubblewrap without root, programs inside can stop the processes that would kill them. There, the programs
         count as the cause, and the sandbox is not closed, so that its files can still be read. Any other sandbox is
-        closed. Then SandboxEnded is raised, with the names of the processes that are left.
+        closed, and SandboxEnded is raised with the names of the processes that are left.
         """
         if (await link.call(op="end"))[0]["ended"]:
             return

@@ -131,7 +131,7 @@ def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
 
 
 def excluded_calls(calls: Sequence[CallRecord]) -> dict[str, str]:
-    """Return why some of a session's calls cannot be trained on: call id -> reason. The other calls are not in it."""
+    """Return the calls of a session that cannot be trained on: call id -> reason."""
     excluded = {call.call_id: reason for call in calls if (reason := exclusion_reason(call)) is not None}
     for call_id in _superseded_attempts(calls, excluded):
         excluded[call_id] = "retry_of"
