@@ -327,7 +327,7 @@ class TrainingRun(ApiResponseModel):
     created_at: float
     """When the run was registered."""
     updated_at: float | None
-    """When the trainer wrote the last line."""
+    """When the trainer wrote the last line of the metrics log."""
     step: int
     """Number of completed steps."""
     lines: int
