@@ -134,7 +134,7 @@ class BubblewrapSandbox(SupervisedSandbox):
 def agent_uid(sandbox_id: str) -> int:
     """Return the user id for the commands of this sandbox when Polar runs as root. No program of the host has this id.
 
-    The id is below 65536, because in a container larger ids may not exist.
+    The id is below 65536, because a container may not have larger ids.
     """
     return FIRST_UID + zlib.crc32(sandbox_id.encode()) % UIDS
 

@@ -91,7 +91,7 @@ class SubmittedJob(Job):
     """False if an earlier submission had the same idempotency key. The response then describes the job of that
     submission."""
     refused: list[RefusedTask] = Field([])
-    """Tasks that cannot be run and have no group."""
+    """Tasks that cannot be run. No groups were made for these tasks."""
 
 
 class Group(ApiResponseModel):

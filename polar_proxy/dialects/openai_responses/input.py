@@ -71,7 +71,7 @@ def to_messages(items: list[Json], instructions: str | None, tools: ResponsesToo
 @dataclass(slots=True)
 class _AnswerDraft(AssistantDraft):
     answer_id: str | None = None
-    """The call id in the ids of the answer's items; None if no item has an id from Polar."""
+    """The id of the call that gave the answer, as the ids of its items name it. None if no item has such an id."""
 
 
 class _ItemReader:
