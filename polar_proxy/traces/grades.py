@@ -47,7 +47,7 @@ it calls send summaries."""
 
 _NOTES = 20
 """Maximum number of different notes that `DistributionNotes` passes on. A note contains values that clients send, so
-their number has no other limit."""
+the number of different notes has no other limit."""
 
 
 def grade_of(reasons: Iterable[str]) -> Grade:
