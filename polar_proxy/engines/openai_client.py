@@ -107,9 +107,9 @@ class OpenAIClient:
         break.
 
         A server may close an idle connection just when the request is written to it. If the connection closes without
-        an answer within RETRY_WITHIN_SECONDS, the request is therefore sent once more. Exception: if the server may
-        have received bytes of a sampling request (`samples`), EngineDroppedError is raised, because the server may have
-        sampled an answer, which has to be recorded as a call.
+        an answer within RETRY_WITHIN_SECONDS, the request is therefore sent once more. A sampling request (`samples`)
+        is not sent again if the server may have received bytes of it. EngineDroppedError is raised instead, because the
+        server may have sampled an answer, and this must be recorded as a call.
         """
         if not self.opened:
             raise not_open()
