@@ -144,8 +144,8 @@ def bwrap_command(memory_mb: int | None = None) -> list[str]:
     together.
 
     If Polar runs as root, no user namespace is made. In a user namespace made by root, the agent would be the kernel's
-    user 0 and own everything that this user owns, for example the settings in /proc/sys. Other users need a user
-    namespace to make the other namespaces.
+    user 0, the owner of the settings in /proc/sys, for example. Users other than root need a user namespace to make
+    the other namespaces.
     """
     program = shutil.which("bwrap")
     if program is None:

@@ -56,7 +56,7 @@ _READ_BYTES = 3_000_000
 async def forced_reply(script: Script, request: EngineRequest) -> ScriptedReply:
     """Return the script's reply after its `wait` seconds, or raise the reply's `error`.
 
-    The error comes before any answer, because a real server cannot be made to fail in the middle of one.
+    The error comes before any answer, because a real server cannot be made to fail in the middle of an answer.
     """
     reply = ScriptedReply.of(script(request))
     await asyncio.sleep(reply.wait)

@@ -24,7 +24,7 @@ from polar_proxy.types import EngineInfo, Json, Message, SampleEvent, Sampling
 
 CONNECT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 3.0
-"""How long an idle connection is kept. It must be less than five seconds, because uvicorn, on which vLLM runs, then
+"""How long an idle connection is kept. It must be less than five seconds: after this time uvicorn, on which vLLM runs,
 closes idle connections."""
 ANSWER_SECONDS = 30.0
 """Time-out of a GET request, from its start to the headers of the response."""

@@ -176,7 +176,7 @@ def in_start_order(calls: Sequence[CallRecord]) -> list[CallRecord]:
 def _superseded_attempts(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[str]:
     """Return the ids of answered calls that the agent discarded when it retried their request.
 
-    Of all attempts at a request, those to which later calls refer are kept. If no later call refers to an attempt, the
+    Every attempt at a request to which a later call refers is kept. If later calls refer to none of the attempts, the
     last attempt is kept.
     """
     first: dict[str, str] = {}
