@@ -31,8 +31,8 @@ PLUGIN = Path(__file__).resolve().with_name("vllm_plugin")
 """Folder of the plugin. The server needs this folder on PYTHONPATH and `--logits-processors` LOGITS_PROCESSOR."""
 LOGITS_PROCESSOR = "polar_forced_tokens:ForcedTokens"
 CUT_EVERY = 40
-"""Before an answer is tokenized, it is cut at random places, on average once in this number of characters. So its
-tokens are not the ones that the tokenizer would choose."""
+"""Average number of characters between two cuts. An answer is cut at random places before it is tokenized, so that its
+tokens differ from the tokenizer's own choice."""
 
 
 TEMPLATES = {
