@@ -48,7 +48,7 @@ class ProviderTurns:
     async def attach(self, session_id: str, request: EngineRequest, engine: Engine) -> EngineRequest:
         """Return the request with the signed answers added to the earlier assistant messages that call tools.
 
-        A message gets none if the engine needs no signatures, or if no signed answer was recorded for the message.
+        A message gets no signed answer if the engine needs no signatures, or if none was recorded for the message.
         """
         if "signed_answers" not in engine.info.capabilities or not isinstance(request, ChatRequest):
             return request
