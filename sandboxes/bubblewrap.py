@@ -134,7 +134,7 @@ class BubblewrapSandbox(SupervisedSandbox):
 def agent_uid(sandbox_id: str) -> int:
     """Return the user id for the commands of this sandbox when Polar runs as root. No program of the host has this id.
 
-    The id is below 65536, because in a container larger ids may not exist.
+    The id is below 65536, because a container may not have larger ids.
     """
     return FIRST_UID + zlib.crc32(sandbox_id.encode()) % UIDS
 
@@ -144,8 +144,8 @@ def bwrap_command(memory_mb: int | None = None) -> list[str]:
     together.
 
     If Polar runs as root, no user namespace is made. In a user namespace made by root, the agent would be the kernel's
-    user 0 and own everything that this user owns, for example the settings in /proc/sys. Other users need a user
-    namespace to make the other namespaces.
+    user 0, the owner of the settings in /proc/sys, for example. Users other than root need a user namespace to make
+    the other namespaces.
     """
     program = shutil.which("bwrap")
     if program is None:

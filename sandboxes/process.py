@@ -42,8 +42,8 @@ DRAIN_SECONDS = 0.1
 pipe by then; the wait is for helpers that still flush (`> >(tee log)`). A command waits this long only if a background
 process keeps the pipe open."""
 END_SECONDS = 120.0
-"""Time limit for ending a process, far above the time that even a process waiting for a slow disk needs. A process that
-has not ended by then counts as unkillable, and the sandbox is closed."""
+"""Time limit in seconds for ending a process. Even a process that waits for a slow disk needs far less. If a process
+has not ended by then, it counts as unkillable, and the sandbox is closed."""
 
 # Loads the supervisor package by itself, without `sandboxes/__init__` and its imports: it starts in half the time.
 START = "import sys; sys.path.append(sys.argv[1]); from supervisor.server import main; sys.exit(main(sys.argv[2]))"
@@ -253,11 +253,11 @@ class SupervisedSandbox(Sandbox):
                 raise
 
     async def _end_unkillable(self, link: ControlLink, what: str) -> None:
-        """End all processes inside, because one could not be killed.
+        """End the processes of a sandbox in which a process could not be killed.
 
         In bubblewrap without root, programs inside can stop the processes that would kill them. There, the programs
         count as the cause, and the sandbox is not closed, so that its files can still be read. Any other sandbox is
-        closed. Then SandboxEnded is raised, with the names of the processes that are left.
+        closed, and SandboxEnded is raised with the names of the processes that are left.
         """
         if (await link.call(op="end"))[0]["ended"]:
             return

@@ -107,7 +107,7 @@ def _worker(context: ApiContext) -> Worker:
 async def _pause_one(worker: Worker, seconds: float | None, wait_idle: float | None) -> None:
     """Pause this server's worker; with `wait_idle`, wait up to that many seconds until no rollout runs.
 
-    If some still run then, undo the pause and raise ApiError `pause_timed_out`.
+    If a rollout still runs then, undo the pause and raise ApiError `pause_timed_out`.
     """
     before = worker.paused_until
     worker.pause(seconds)
@@ -128,7 +128,7 @@ async def _pause_one(worker: Worker, seconds: float | None, wait_idle: float | N
 async def _pause_all(store: Store, seconds: float | None, wait_idle: float | None) -> None:
     """Pause all servers; with `wait_idle`, wait up to that many seconds until no rollout runs.
 
-    If some still run then, undo the pause and raise ApiError `pause_timed_out`.
+    If a rollout still runs then, undo the pause and raise ApiError `pause_timed_out`.
     """
     if wait_idle is not None and (left := await _pause_until_idle(store, wait_idle)):
         raise pause_timed_out(wait_idle, len(left))
@@ -139,7 +139,7 @@ async def _pause_all(store: Store, seconds: float | None, wait_idle: float | Non
 async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
     """Pause all servers and wait up to `seconds` (None: without limit) until no rollout runs.
 
-    If some still run then, undo the pause and return their ids. If someone else pauses or resumes all servers
+    If rollouts still run then, undo the pause and return their ids. If someone else pauses or resumes all servers
     during the wait, their change is kept; once it is noticed, ApiError `conflict` is raised.
     """
     before = await store.fleet.get()

@@ -53,7 +53,7 @@ class Failure(ApiResponseModel):
     session_id: str | None
     """The session of the call or of the rollout."""
     what: str
-    """The status of the call, or the status and the cause of the rollout."""
+    """The status of the call; for a rollout, its status and the cause of the failure."""
     error: str | None
     """Why the call or rollout failed, shortened."""
 

@@ -91,7 +91,7 @@ class SubmittedJob(Job):
     """False if an earlier submission had the same idempotency key. The response then describes the job of that
     submission."""
     refused: list[RefusedTask] = Field([])
-    """Tasks that cannot be run and have no group."""
+    """Tasks that cannot be run. No groups were made for these tasks."""
 
 
 class Group(ApiResponseModel):
@@ -327,7 +327,7 @@ class TrainingRun(ApiResponseModel):
     created_at: float
     """When the run was registered."""
     updated_at: float | None
-    """When the trainer wrote the last line."""
+    """When the trainer wrote the last line of the metrics log."""
     step: int
     """Number of completed steps."""
     lines: int

@@ -155,7 +155,7 @@ def pause_service(
     seconds: options.PauseFor = None,
     wait_idle: Annotated[
         float | None,
-        typer.Option(help="Wait up to N seconds until no rollout runs. If some still run then, undo the pause."),
+        typer.Option(help="Wait up to N seconds until no rollout runs. If a rollout still runs then, undo the pause."),
     ] = None,
     url: options.Url = None,
     db: options.Db = None,

@@ -422,7 +422,7 @@ def pause(
     wait_idle: Annotated[
         float | None,
         typer.Option(
-            help="Wait up to N seconds until no rollout of the job runs. If some still run then, undo the pause."
+            help="Wait up to N seconds until no rollout of the job runs. If a rollout still runs then, undo the pause."
         ),
     ] = None,
     url: options.Url = None,

@@ -28,11 +28,11 @@ from polar_proxy.errors import EngineError, UsageError
 from polar_proxy.types import EngineRequest, Json, SampleEvent
 
 PLUGIN = Path(__file__).resolve().with_name("vllm_plugin")
-"""Folder of the plugin. Start the server with it on PYTHONPATH, and with `--logits-processors` LOGITS_PROCESSOR."""
+"""Folder of the plugin. The server needs this folder on PYTHONPATH and `--logits-processors` LOGITS_PROCESSOR."""
 LOGITS_PROCESSOR = "polar_forced_tokens:ForcedTokens"
 CUT_EVERY = 40
-"""Before an answer is tokenized, it is cut at random places, on average once in this number of characters. So its
-tokens are not the ones that the tokenizer would choose."""
+"""Average number of characters between two cuts. An answer is cut at random places before it is tokenized, so that its
+tokens differ from the tokenizer's own choice."""
 
 
 TEMPLATES = {
@@ -56,7 +56,7 @@ _READ_BYTES = 3_000_000
 async def forced_reply(script: Script, request: EngineRequest) -> ScriptedReply:
     """Return the script's reply after its `wait` seconds, or raise the reply's `error`.
 
-    The error comes before any answer, because a real server cannot be made to fail in the middle of one.
+    The error comes before any answer, because a real server cannot be made to fail in the middle of an answer.
     """
     reply = ScriptedReply.of(script(request))
     await asyncio.sleep(reply.wait)

@@ -61,8 +61,9 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 ToolForm = Literal["sent", "vllm", "llamacpp"]
-"""How a tool is shown to the template. `sent`: as the client sent it. `vllm`: with name, description and parameters
-first, in this order; a missing one is null. `llamacpp`: with only these three fields; a missing one is empty."""
+"""How a tool is shown to the template. `sent`: as the client sent it. `vllm`: name, description and parameters come
+first, in this order; if one is missing, it is null. `llamacpp`: only these three fields; if one is missing, it is
+empty."""
 
 
 @dataclass(frozen=True, slots=True)

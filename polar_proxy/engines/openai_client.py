@@ -24,7 +24,7 @@ from polar_proxy.types import EngineInfo, Json, Message, SampleEvent, Sampling
 
 CONNECT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 3.0
-"""How long an idle connection is kept. It must be less than five seconds, because uvicorn, on which vLLM runs, then
+"""How long an idle connection is kept. It must be less than five seconds: after this time uvicorn, on which vLLM runs,
 closes idle connections."""
 ANSWER_SECONDS = 30.0
 """Time-out of a GET request, from its start to the headers of the response."""
@@ -107,9 +107,9 @@ class OpenAIClient:
         break.
 
         A server may close an idle connection just when the request is written to it. If the connection closes without
-        an answer within RETRY_WITHIN_SECONDS, the request is therefore sent once more. Exception: if the server may
-        have received bytes of a sampling request (`samples`), EngineDroppedError is raised, because the server may have
-        sampled an answer, which has to be recorded as a call.
+        an answer within RETRY_WITHIN_SECONDS, the request is therefore sent once more. A sampling request (`samples`)
+        is not sent again if the server may have received bytes of it. EngineDroppedError is raised instead, because the
+        server may have sampled an answer, and this must be recorded as a call.
         """
         if not self.opened:
             raise not_open()

@@ -37,7 +37,7 @@ _CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum mo
 
 @dataclass(slots=True)
 class _PendingEvent:
-    """The data of one choice that arrived after the choice's last event."""
+    """Data of one choice that no event has passed on yet."""
 
     stage: int = 0
     text: str = ""
@@ -205,8 +205,8 @@ class ChunkDecoder:
                 pending.top.extend(map(_top, entries))
 
     def _check_ids(self, ids: Sequence[int], texts: Sequence[str]) -> None:
-        """Raise EngineError if one of `texts`, the texts beside the log-probabilities, is `token_id:N` with an N other
-        than the token's id."""
+        """Raise EngineError if the server sent two different ids for a token: one in `ids`, and another as `token_id:N`
+        in `texts`, the texts beside the log-probabilities."""
         if len(ids) == len(texts) and _ID_NAME not in "".join(texts):  # most servers send no ids here
             return
         for token_id, text in zip(ids, texts, strict=True):

@@ -184,10 +184,10 @@ class CallRecorder:
         `reservation`: the reservation of these calls in the session's budget. Each call is counted there, even if it
         cannot be recorded.
 
-        A call that cannot be recorded counts as lost, so that its session is not trained on. Exception: the request can
-        still be refused as if nothing had been sampled. For this, the request must have only one call, the session must
-        require records, the agent must have no part of the answer yet (`reply_started` is False), and the commit must
-        have failed for certain.
+        A call that cannot be recorded counts as lost, so that its session is not trained on. It does not count as lost
+        if the request can be refused as if nothing had been sampled. This requires that the request has only one call,
+        the session requires records, the agent has no part of the answer yet (`reply_started` is False), and the commit
+        failed for certain.
         """
         failure: StoreError | None = None
         ended_at = time.time()
@@ -384,10 +384,10 @@ def _conversation_turn(request: RequestContext, call: PendingCall) -> Conversati
 
 
 def _weight_version_of(answer: Answer, before: str | None, after: str | None) -> str | None:
-    """Return the policy version of an answer: the last one that the engine reported with the answer's tokens.
+    """Return the policy version of an answer: the last version of the first choice for which the engine reported any.
 
-    If the engine reported none, return the version `before` sampling. If the version `after` sampling is another one,
-    return "A..B": the weights changed from A to B while the answer was sampled, at an unknown token.
+    If the engine reported no version with the tokens, compare the versions `before` and `after` sampling. If both are
+    equal, return this version. If they differ, return "A..B": the weights changed at an unknown token of the answer.
     """
     reported = [choice.versions[-1][1] for _, choice in answer.in_order if choice.versions]
     if reported:

@@ -89,7 +89,7 @@ async def _remove_lost_calls(store: Store) -> list[str]:
 
 
 async def account_for_reclaimed(store: Store, reclaimed: Mapping[str, int]) -> list[str]:
-    """Put the calls of rollouts that were reclaimed from a worker into traces, or exclude them.
+    """After rollouts were reclaimed from a worker, put their calls into traces, or exclude the calls.
 
     `reclaimed`: rollout id -> number of its next attempt, or 0 if the rollout has ended (see
     `store.queue.reclaim_expired`). Returns the ids of the groups of the rollouts that have ended."""

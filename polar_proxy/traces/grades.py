@@ -47,7 +47,7 @@ it calls send summaries."""
 
 _NOTES = 20
 """Maximum number of different notes that `DistributionNotes` passes on. A note contains values that clients send, so
-their number has no other limit."""
+the number of different notes has no other limit."""
 
 
 def grade_of(reasons: Iterable[str]) -> Grade:
@@ -131,7 +131,7 @@ def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
 
 
 def excluded_calls(calls: Sequence[CallRecord]) -> dict[str, str]:
-    """Return why some of a session's calls cannot be trained on: call id -> reason. The other calls are not in it."""
+    """Return the calls of a session that cannot be trained on: call id -> reason."""
     excluded = {call.call_id: reason for call in calls if (reason := exclusion_reason(call)) is not None}
     for call_id in _superseded_attempts(calls, excluded):
         excluded[call_id] = "retry_of"
@@ -176,7 +176,7 @@ def in_start_order(calls: Sequence[CallRecord]) -> list[CallRecord]:
 def _superseded_attempts(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[str]:
     """Return the ids of answered calls that the agent discarded when it retried their request.
 
-    Of all attempts at a request, those to which later calls refer are kept. If no later call refers to an attempt, the
+    Every attempt at a request to which a later call refers is kept. If later calls refer to none of the attempts, the
     last attempt is kept.
     """
     first: dict[str, str] = {}

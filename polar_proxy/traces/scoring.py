@@ -124,9 +124,9 @@ def find_containing(sequences: Sequence[TokenIds]) -> list[int]:
 async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
     """Rescore the traces to which drifted calls were joined (`on_drift = rescore`), and return the changed build.
 
-    The sampled tokens of these traces get teacher-forced log-probabilities (raw, given the trace's own tokens) in place
-    of the recorded ones, and their grade gets the reason `rescored`. Other traces stay as they are. Raise EngineError
-    if the engine gives no value for a sampled token. Errors of `engine.score` are passed on.
+    The engine computes teacher-forced log-probabilities of the sampled tokens (raw, given the trace's own tokens). The
+    computed values replace the recorded ones, and the trace's grade gets the reason `rescored`. Other traces stay as
+    they are. Raise EngineError if the engine gives no value for a sampled token; errors of `engine.score` pass through.
     """
     traces: list[Trace] = []
     reasons = dict(build.grade_reasons)

@@ -74,7 +74,7 @@ def _is_bundled(row: RolloutRow) -> bool:
 
 
 def _next_run(rows: Sequence[RolloutRow], task: str) -> tuple[str, str]:
-    """Return the purpose and the command of the next run or training, chosen by the rewards."""
+    """Choose the next run or training by the rewards. Return its purpose and its command."""
     groups: dict[str, list[RolloutRow]] = defaultdict(list)
     for row in rows:
         groups[row.group_id].append(row)

@@ -230,8 +230,8 @@ def _token_summary(choice: CallChoice) -> str:
 
 
 def _token_lines(choice: CallChoice) -> str:
-    """Return one line for each token, as `ID:LOGPROB TEXT` with the text as JSON. Without texts, return all
-    `ID:LOGPROB` in a single line.
+    """Return one line for each token, as `ID:LOGPROB TEXT` with the text as JSON. If the answer has no token texts,
+    return a single line with the `ID:LOGPROB` of all tokens.
 
     Tokens of hosted answers have no ids: their lines are `POSITION TEXT`, with the position of the token's first
     character in the answer.

@@ -125,7 +125,7 @@ def _stored_tools(raw: list[Any], previous: ParsedRequest | None) -> bytes | Non
 
 
 def _same_objects(offered: tuple[Json, ...], previous: ParsedRequest | None) -> tuple[Json, ...]:
-    """Return `offered`, or the tools of `previous` if they are equal, so that memory holds only one of the lists."""
+    """Return the tools of `previous` if they equal `offered`, else `offered`. So equal tools are in memory once."""
     request = None if previous is None else previous.requests[0]
     return request.tools if isinstance(request, ChatRequest) and request.tools == offered else offered
 

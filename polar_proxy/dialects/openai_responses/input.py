@@ -71,12 +71,12 @@ def to_messages(items: list[Json], instructions: str | None, tools: ResponsesToo
 @dataclass(slots=True)
 class _AnswerDraft(AssistantDraft):
     answer_id: str | None = None
-    """The call id in the ids of the answer's items; None if no item has an id from Polar."""
+    """Id of the call of this answer, read from the ids of the items. None if no item has an id from Polar."""
 
 
 class _ItemReader:
-    """Reads items in order into messages. `ids`: the ids of the items that are in the input themselves. The ids in mere
-    references are not among them."""
+    """Reads items in order into messages. `ids`: the ids of the items of the input that are not mere
+    references."""
 
     def __init__(self, tools: ResponsesTools, ids: set[str]) -> None:
         self._tools = tools

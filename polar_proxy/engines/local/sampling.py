@@ -1,6 +1,6 @@
-"""Sample tokens from logits, in fp32, with log-probabilities of the distribution sampled from ("processed").
+"""Sample tokens from logits, in fp32. Log-probabilities are those of the sampled distribution ("processed").
 
-The distribution is the softmax after these steps, in vLLM's order: logits + logit_bias - penalties, grammar mask,
+This distribution is the softmax after these steps, in vLLM's order: logits + logit_bias - penalties, grammar mask,
 division by temperature, min_p, top_k, top_p. At temperature 0 the most likely token is taken, top_k, top_p and min_p
 have no effect, and the log-probability is that of temperature 1.
 

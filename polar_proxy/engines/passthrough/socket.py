@@ -1,4 +1,4 @@
-"""The WebSocket between Polar and a provider. Polar opens a separate one for each WebSocket of an agent."""
+"""The WebSocket between Polar and a provider. For each WebSocket of an agent, Polar opens its own to the provider."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ProviderWebSocket:
 
 
 def _object_in(message: bytes) -> Json:
-    """Return a message decoded from JSON; {} if it is not a JSON object. (Such a message is passed on, too.)"""
+    """Return a message decoded from JSON; {} if it is not a JSON object. Messages of both kinds are passed on."""
     try:
         value: object = orjson.loads(message)
     except orjson.JSONDecodeError:

@@ -153,8 +153,8 @@ class VllmEngine(LocallyRenderingEngine):
     async def accept_prompt(self, request: ChatRequest, token_ids: TokenIds) -> VllmPrompt:
         """Implement `Engine.accept_prompt`.
 
-        Template options that are new to this engine are verified first, which takes as long as a few dozen sampled
-        tokens.
+        Template options that this engine has not seen before are verified first. This takes about as long as sampling a
+        few dozen tokens.
         """
         if is_constrained(request, self.info):
             raise CannotContinueError("a grammar constrains the answer; the server allows this on its chat route only.")

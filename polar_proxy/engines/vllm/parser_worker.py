@@ -48,11 +48,12 @@ HARMONY_OPENING = "<|start|>assistant"
 """Text that vLLM writes at the end of every conversation with gpt-oss, even if no answer is requested."""
 
 _COMPARISONS = 600
-"""Maximum number of parses in one search for answers on which pairs of parsers differ. Each pair parses each answer."""
+"""Maximum number of parses in one search. A search looks for answers that pairs of parsers parse differently. Each pair
+parses each answer."""
 _FEWEST = 20
-"""A search may always try this many answers, even if many pairs then need more than `_COMPARISONS` parses."""
+"""Number of answers that a search may always try, even if this takes more than `_COMPARISONS` parses."""
 _DIFFERENCES = 6
-"""A search ends after it found this many answers on which the pairs differ."""
+"""A search ends after it found this many answers that the pairs parse differently."""
 
 from vllm import __version__  # noqa: E402
 from vllm.config import ModelConfig, VllmConfig  # noqa: E402
@@ -300,12 +301,12 @@ class ParserWorker:
     def _match(
         self, request: Json, samples: list[Json], given: list[list[str | None]] | None
     ) -> list[list[str | None]]:
-        """Return the pairs (tool parser, reasoning parser) that parse each sample into the result that it names.
+        """Return the pairs (tool parser, reasoning parser) that parse each sample into the sample's expected result.
 
-        Only the pairs `given` are tried, in their order. If it is None, every pair is tried: first those without a
-        reasoning parser, then the others. Within both groups, the pairs are ordered by how much the two names resemble
-        the model type and each other. If several of these pairs denote the same classes, only the first is returned. To
-        save time, tool parsers are first tried alone, on the samples with a tool call.
+        Only the pairs `given` are tried, in their order. If `given` is None, every pair is tried: first the pairs
+        without a reasoning parser, then the others. Both groups are ordered by how much the two names resemble the
+        model type and each other. If several matching pairs mean the same classes, only the first is returned. To save
+        time, tool parsers are first tried alone, on the samples with a tool call.
         """
         if given is not None:
             return [pair for pair in given if self._agrees(pair, request, samples)]

@@ -138,7 +138,7 @@ def _temperature(trace: Trace) -> float:
 
 
 def require_temperature(row: TrainingRow, temperature: float) -> None:
-    """Raise RowError if the row was sampled at another temperature than the trainer's log-probabilities."""
+    """Raise RowError unless the row was sampled at `temperature`, at which the trainer computes log-probabilities."""
     require_same_temperature(f"the row {row.trace_id}", row.temperature, temperature)
 
 

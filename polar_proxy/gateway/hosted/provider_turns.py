@@ -46,9 +46,9 @@ class ProviderTurns:
                 self._add(session_id, choice.tool_calls, choice.provider_turn)
 
     async def attach(self, session_id: str, request: EngineRequest, engine: Engine) -> EngineRequest:
-        """Return the request in which each earlier assistant message that calls a tool has its own signed answer.
+        """Return the request with the signed answers added to the earlier assistant messages that call tools.
 
-        Messages stay unsigned if the engine needs no signatures, or if no signed answer was recorded for them.
+        A message gets no signed answer if the engine needs no signatures, or if none was recorded for the message.
         """
         if "signed_answers" not in engine.info.capabilities or not isinstance(request, ChatRequest):
             return request

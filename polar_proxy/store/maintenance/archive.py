@@ -134,7 +134,7 @@ async def _selection(source: AsyncConnection, where: str | None, sessions: Seque
     traces = select(t["traces"].c.trace_id).where(t["traces"].c.session_id.in_(session_ids))
 
     def used(*columns: ColumnElement[Any]) -> Any:
-        """Select the ids or hashes that these columns hold for the selected calls."""
+        """Select the values of these columns in rows of the selected calls. The values are ids or hashes."""
         parts = [select(column.label("key")).where(column.table.c.call_id.in_(calls)) for column in columns]
         return parts[0].union(*parts[1:])
 

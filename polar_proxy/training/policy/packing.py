@@ -50,8 +50,8 @@ def pack_trees(sequences: Sequence[Ids], max_tokens: int) -> list[Pack]:
 def pack_for_processes(sequences: Sequence[Ids], max_tokens: int, processes: int) -> list[Pack]:
     """Return packs for several processes that compute at the same time (`assign_to_processes` distributes them).
 
-    Smaller packs keep more processes busy but compute more prefixes again. Of a few sizes up to `max_tokens`, the one
-    with the least work for the busiest process is chosen.
+    Smaller packs keep more processes busy but compute more prefixes again. Therefore a few pack sizes up to
+    `max_tokens` are tried, and the size that gives the busiest process the least work is chosen.
     """
     longest, nodes = max(map(len, sequences)), len(build_tree(sequences))
     # Some pack holds the whole longest sequence. Of the rest, try a quarter to three times the share of one process.
@@ -94,7 +94,7 @@ class Microbatch:
     sampled: Tensor
     """bool [m]: True for a sampled target, False for an observation."""
     observations: int
-    """Number of observations in the whole update."""
+    """Number of observed tokens in the whole update."""
     old_logprobs: Tensor
     """float32 [s], nats, as the engine recorded them."""
     advantages: Tensor

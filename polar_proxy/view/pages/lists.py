@@ -28,7 +28,7 @@ _RUNNING = 40
 """Maximum number of running rollouts on the overview."""
 _STATE_SECONDS = 1.0
 """Maximum age of the state of server and engine that an overview shows."""
-Before = Annotated[str | None, Query(description="Only rows before the row with this id.")]
+Before = Annotated[str | None, Query(description="Show only rows that are older than the row with this id.")]
 Where = Annotated[str, Query(description="Conditions such as `reward>=1, harness=codex`.")]
 
 
