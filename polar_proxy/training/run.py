@@ -330,7 +330,10 @@ class TaskSampler:
 
 
 def initial_weights(settings: Settings, config: GrpoConfig) -> Path:
-    """Return the folder of the weights that training starts with. Raises UsageError if it is not known."""
+    """Return the folder of the weights that training starts with.
+
+    Raises UsageError if `weights` is not set and the engine is not local.
+    """
     if config.weights is not None:
         return Path(config.weights).expanduser()
     if settings.engine.kind != "local":

@@ -157,7 +157,7 @@ class PassthroughEncoder(Encoder):
     """
 
     inner: Callable[..., Encoder] = field(kw_only=True)
-    """Returns the dialect's own encoder, which reports an error if the connection to the provider breaks."""
+    """Factory of the dialect's own encoder. That encoder reports an error if the connection to the provider breaks."""
     held: bool = field(kw_only=True)
     """True while bytes are held back: all bytes of an answer that is not streamed, or the last piece of a stream."""
     _rest: list[bytes] = field(default_factory=list, init=False)

@@ -30,7 +30,7 @@ class UnpackedArchive:
     artifacts: frozenset[str]
     """The hashes of the artifacts. The paths of their files are those that a store would use."""
     unpacked_limit: int
-    """Maximum total size of the database's packed values after unpacking, in bytes."""
+    """Limit for the unpacking of the values that the database stores compressed: their unpacked total size in bytes."""
 
 
 def artifact_member(sha256: str) -> str:
