@@ -21,7 +21,7 @@ class MetricsTracker(Protocol):
     """Receives the lines of a run as they are written."""
 
     def log(self, kind: str, step: int, values: Json) -> None:
-        """Take one line. `step`: the number of steps done."""
+        """Record one line of the run's log. `step`: the number of steps done."""
         ...
 
     def close(self) -> None: ...

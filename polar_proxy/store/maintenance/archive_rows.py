@@ -328,7 +328,7 @@ def _check_chains(target: sqlite3.Connection) -> None:
 
 
 def _check_sizes(target: sqlite3.Connection, unpacked_limit: int) -> None:
-    """Raise ForgedRowError if reading the chains would need more memory than an archive of this size may need.
+    """Raise ForgedRowError if chains or conversations would expand to more than `unpacked_limit` entries in memory.
 
     This happens if a long chain has many branches, or if many calls have long conversations.
     """
