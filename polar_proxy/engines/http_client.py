@@ -318,5 +318,5 @@ class HttpClient:
 
 @cache
 def _tls_context() -> ssl.SSLContext:
-    """Return the TLS context that all clients share, because making one blocks the event loop for 40 ms."""
+    """Return the TLS context that all clients share. Making a TLS context blocks the event loop for 40 ms."""
     return ssl.create_default_context()

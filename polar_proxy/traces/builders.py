@@ -248,7 +248,7 @@ class TraceBuilder:
         self.reasons: set[str] = set()
         self.prompt_length = 0
         self._last_prompt: TokenIds | None = None
-        """The prompt of the last call, if the trace begins with this prompt. None otherwise, and without a call."""
+        """The prompt of the last call. None if there is no call yet, or if the trace does not begin with this prompt."""
         self._buffer: TokenIds = np.empty(256, dtype=np.int32)
         self._size = 0
         self._session_id = ""
@@ -281,7 +281,7 @@ class TraceBuilder:
         return "canonical" in self.reasons
 
     def has_engine_of(self, call: CallRecord) -> bool:
-        """Return whether the engine that sampled the answers of this trace also sampled those of the call."""
+        """Return whether one engine sampled both the trace's answers and the call's answers."""
         return self._engine_name == call.engine_name
 
     def shared_depth(self, prompt: TokenIds) -> int:
