@@ -248,7 +248,7 @@ class TraceBuilder:
         self.reasons: set[str] = set()
         self.prompt_length = 0
         self._last_prompt: TokenIds | None = None
-        """The prompt of the last call. None if there is no call yet, or if the trace does not begin with this prompt."""
+        """The prompt of the last call; None without a call, or if the trace does not begin with this prompt."""
         self._buffer: TokenIds = np.empty(256, dtype=np.int32)
         self._size = 0
         self._session_id = ""

@@ -214,7 +214,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
     def _spelling(self, answer: AnswerState, missing: int, token: StreamedToken, chunk: Json) -> list[int] | None:
         """Return the ids of the missing tokens before `token`; None if these ids are not certain.
 
-        `missing`: the number of missing tokens. Their text and that of `token` together are the chunk's text.
+        `missing`: the number of missing tokens. The chunk's text is the text of these tokens, followed by `token`'s.
         """
         text, last = chunk["content"].encode(), self.model.vocabulary.token_bytes.get(token.token_id, b"")
         if UNKNOWN_ID in answer.ids or "\ufffd" in chunk["content"] or not text.endswith(last):
