@@ -89,7 +89,7 @@ def _write_spans(trace: Trace) -> Iterator[Json]:
 
 
 def read_row(row: Any) -> Trace:
-    """Return the trace that a row was written from, equal in every bit. But a trace without a reward gets the rollout's.
+    """Return the trace that a row was written from, equal in every bit. But a trace without a reward has the rollout's.
 
     Raise RowError `newer_schema` for a newer row format. Raise RowError `malformed` if a field is missing or has a
     wrong type, or if fields contradict each other.
