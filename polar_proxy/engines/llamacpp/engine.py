@@ -272,10 +272,10 @@ class LlamaCppEngine(LocallyRenderingEngine):
     # Scoring
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Implement `Engine.score` by one request for each token, with a bias that makes the server sample this token.
+        """Implement `Engine.score` by one request for each token. A bias makes the server sample this token.
 
-        This is needed because llama.cpp returns no log-probabilities of a prompt. Each request costs the server one
-        new token, because the tokens before it are in its cache.
+        This is needed because llama.cpp returns no log-probabilities of a prompt. The server computes only one new
+        token per request, because its cache has all earlier tokens.
         """
         ids = [int(token) for token in token_ids]
         if len(ids) > self.info.context_length:

@@ -71,7 +71,7 @@ def copy_rows(
     """Copy all rows of `tables` from the file `received` into the new database `own`.
 
     Raises StoreError if the file is damaged, is too large, or has content that Polar does not write.
-    `unpacked_limit`: maximum total size of the packed values after unpacking, in bytes."""
+    `unpacked_limit`: maximum total size in bytes to which the file's compressed values may unpack."""
     unpacked = UnpackedBytes(unpacked_limit)
     with closing(_open(received)) as source, closing(sqlite3.connect(own)) as target:
         source.execute("PRAGMA trusted_schema=OFF")
