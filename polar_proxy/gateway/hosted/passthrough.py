@@ -141,7 +141,10 @@ def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
 
 
 def _provider_tools(dialect: Dialect, body: Json) -> tuple[str, ...]:
-    """Return the names of a body's provider-side tools. The messages of `body` must be ones that Polar can parse."""
+    """Return the names of a body's provider-side tools, or of the fields with tools if Polar cannot parse the tools.
+
+    Polar must be able to parse the messages of `body`.
+    """
     try:
         return dialect.parse(body).provider_tools
     except RequestError:
