@@ -208,9 +208,10 @@ async def _cancel(context: ApiContext, target: str) -> m.CancelResponse:
 
 
 async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
-    """Pause a job. Raises ApiError `conflict` if it has ended.
+    """Pause a job. Raises ApiError `conflict` if the job has ended.
 
-    If rollouts of the job still run after `wait_idle` seconds, undoes the pause and raises ApiError `pause_timed_out`.
+    If `wait_idle` is set, wait up to this many seconds until no rollout of the job runs. If one still runs then, undo
+    the pause and raise ApiError `pause_timed_out`.
     """
     job_id, store = before.job_id, context.store
     if before.status in ("done", "cancelled"):

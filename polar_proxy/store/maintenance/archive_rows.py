@@ -2,8 +2,8 @@
 
 The received file is read as data only: it must have plain tables with exactly the columns of the schema. So no view,
 trigger, generated column or virtual table in the file is ever evaluated. Each value must have the type of its column.
-The packed values may unpack to a limited total size. Their headers state the sizes, so nothing is unpacked before the
-check.
+The total size of the compressed values after unpacking is limited. It is checked before anything is unpacked, because
+the headers of the values state the sizes.
 """
 
 from __future__ import annotations
