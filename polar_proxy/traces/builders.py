@@ -152,7 +152,7 @@ class CallMerger:
         self._prefixes.extend(self._numbers[trace], trace.token_ids[size:])
 
     def _continued_trace(self, call: CallRecord) -> TraceBuilder | None:
-        """Return the longest trace of the call's engine that is a prefix of the call's prompt; None if there is none."""
+        """Return the longest trace of the call's engine that is a prefix of the call's prompt, or None."""
         assert call.prompt_ids is not None
         base = (call.base_call_id, call.base_choice or 0)
         candidates = (self.traces[number] for number in self._prefixes.candidates(call.prompt_ids))

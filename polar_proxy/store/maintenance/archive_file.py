@@ -28,7 +28,7 @@ _CHUNK = 1 << 20
 class UnpackedArchive:
     database: Path
     artifacts: frozenset[str]
-    """The hashes of the artifacts. The paths of their files are those that a store would use."""
+    """The hashes of the artifacts. Their files lie in the same folders, under the same names, as in a store."""
     unpacked_limit: int
     """Limit for the unpacking of the values that the database stores compressed: their unpacked total size in bytes."""
 
