@@ -56,8 +56,8 @@ class HttpResponse:
         """Set while there is something to read, and at the end of the body."""
         self._connection = connection
         self._error: str | None = None
-        """How the connection broke. Kept as text, because an exception refers to its frames, which refer to this
-        object: a reference cycle."""
+        """How the connection broke, as text. A stored exception would make a reference cycle: an exception refers to its
+        frames, and the frames refer to this object."""
 
     async def read_some(self) -> bytes:
         """Wait for some of the body and return it; empty at the end. Raises ConnectionError if the connection broke."""
