@@ -261,8 +261,8 @@ def _load_tasks(
 def _job_spec(context: ApiContext, body: m.JobRequest, original: Original | None) -> JobSpec:
     """Return the options of the job. Raises UsageError for an invalid option.
 
-    Omitted options come from the settings. If the job repeats the rollout `original`, those that the rollout's record
-    has, except `sandbox`, come from there instead."""
+    Omitted options come from the settings. If the job repeats the rollout `original`, an omitted option comes from the
+    rollout's record instead, if the record has the option. But an omitted `sandbox` comes from the settings."""
     given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
     if original is not None:
         given = original.job_options(given)

@@ -56,7 +56,7 @@ class HttpResponse:
         """Set while there is something to read, and at the end of the body."""
         self._connection = connection
         self._error: str | None = None
-        """How the connection broke, as text. A stored exception would make a reference cycle: an exception refers to its
+        """How the connection broke, as text. A stored exception would make a reference cycle, because it refers to its
         frames, and the frames refer to this object."""
 
     async def read_some(self) -> bytes:

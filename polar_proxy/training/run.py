@@ -346,7 +346,7 @@ def initial_weights(settings: Settings, config: GrpoConfig) -> Path:
 async def load_learner(weights: Path, config: GrpoConfig) -> AsyncIterator[Learner]:
     """Yield the learner with the policy of the folder `weights`, and with a reference model if there is a KL term.
 
-    With several `processes`, the other ones run until the block ends.
+    If `processes` is above 1, the other processes of the learner run until the block ends.
     """
     reference = Path(config.reference or weights) if config.kl_coef else None
     if config.processes > 1:
