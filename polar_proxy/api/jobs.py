@@ -210,8 +210,8 @@ async def _cancel(context: ApiContext, target: str) -> m.CancelResponse:
 async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
     """Pause a job. Raises ApiError `conflict` if the job has ended.
 
-    If `wait_idle` is set, wait up to this many seconds until no rollout of the job runs. If one still runs then, undo
-    the pause and raise ApiError `pause_timed_out`.
+    If `wait_idle` is set, wait up to this many seconds until no rollout of the job runs. If a rollout still runs
+    then, undo the pause and raise ApiError `pause_timed_out`.
     """
     job_id, store = before.job_id, context.store
     if before.status in ("done", "cancelled"):

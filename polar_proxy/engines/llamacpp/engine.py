@@ -240,8 +240,8 @@ class LlamaCppEngine(LocallyRenderingEngine):
     ) -> SampleEvent:
         """Return the event of a chunk with these tokens, and add them to `answer`.
 
-        `full`: the answer ends here, because there is no room for more tokens. The finish reason is then `length`. But
-        if the server or a stop string has already ended the answer, their reason is kept.
+        `full`: the answer ends here, because there is no room for more tokens. The finish reason is then `length`,
+        unless the server or a stop string has ended the answer already.
         """
         answer.ids += [token.token_id for token in tokens]
         answer.text += chunk["content"]

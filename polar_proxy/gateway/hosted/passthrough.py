@@ -141,7 +141,7 @@ def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
 
 
 def _provider_tools(dialect: Dialect, body: Json) -> tuple[str, ...]:
-    """Return the names of a body's provider-side tools, or of the fields with tools if Polar cannot parse the tools.
+    """Return the names of a body's provider-side tools. If Polar cannot parse them, name the fields that hold them.
 
     Polar must be able to parse the messages of `body`.
     """

@@ -30,7 +30,7 @@ class UnpackedArchive:
     artifacts: frozenset[str]
     """The hashes of the artifacts. Their files lie in the same folders, under the same names, as in a store."""
     unpacked_limit: int
-    """Limit for the unpacking of the values that the database stores compressed: their unpacked total size in bytes."""
+    """Maximum total size in bytes to which the compressed values of the database may unpack."""
 
 
 def artifact_member(sha256: str) -> str:

@@ -133,7 +133,7 @@ class GroupRepository(Repository):
         return await self._database.write(write)
 
     async def keep_overflow(self, group_id: str, *, reason: str) -> dict[str, str]:
-        """Move a complete group's running rollouts to other groups, and cancel those that no server has claimed.
+        """Move a complete group's running rollouts to other groups. Cancel its rollouts that are not claimed yet.
 
         Returns the moved rollouts: rollout id -> id of the new group. The old group can be settled afterwards.
         """
