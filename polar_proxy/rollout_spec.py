@@ -97,7 +97,7 @@ class RolloutSpec(SessionBudget):
             raise UsageError(f"The stored rollout options cannot be read: {first_problem(error)}.") from None
 
     def rollout(self) -> RolloutSpec:
-        """Return the options of a single rollout, without those that a subclass adds."""
+        """Return only the fields of `RolloutSpec`. The fields that a subclass such as `JobSpec` adds are left out."""
         return RolloutSpec(**{name: getattr(self, name) for name in RolloutSpec.model_fields})
 
     def session_policy(self) -> Json:

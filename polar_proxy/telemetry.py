@@ -46,7 +46,7 @@ _PAUSE_SECONDS = 1.0
 """Seconds that a span waits for further spans, so that all are sent in one batch."""
 _END_SECONDS = 10.0
 _NEWEST_MESSAGES, _LONGEST_TEXT = 50, 4000
-"""Number of a call's messages that are sent, and number of characters of each text that are sent, at most."""
+"""Limits on the content that a span holds: the newest messages of a call, and the first characters of each text."""
 _REQUEST_ATTRIBUTES = {
     "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p",

@@ -190,7 +190,9 @@ def _is_python(program: Path, minor: str) -> bool:
 
 
 def _fetch(minor: str, folder: Path, advice: str) -> None:
-    """Install Python `minor` below `folder` with uv, one process at a time. Raises `InstallError`."""
+    """Install Python `minor` below `folder` with uv. A lock lets one process install at a time.
+
+    Raises `InstallError` if uv or this Python cannot be installed."""
     folder.mkdir(parents=True, exist_ok=True)
     with cache.exclusive_lock(folder / ".lock"):
         tools = folder / "uv"

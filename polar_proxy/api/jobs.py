@@ -208,9 +208,10 @@ async def _cancel(context: ApiContext, target: str) -> m.CancelResponse:
 
 
 async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
-    """Pause a job. Raises ApiError `conflict` if it has ended.
+    """Pause a job. Raises ApiError `conflict` if the job has ended.
 
-    If rollouts of the job still run after `wait_idle` seconds, undoes the pause and raises ApiError `pause_timed_out`.
+    If `wait_idle` is set, wait up to this many seconds until no rollout of the job runs. If a rollout still runs
+    then, undo the pause and raise ApiError `pause_timed_out`.
     """
     job_id, store = before.job_id, context.store
     if before.status in ("done", "cancelled"):
@@ -260,8 +261,8 @@ def _load_tasks(
 def _job_spec(context: ApiContext, body: m.JobRequest, original: Original | None) -> JobSpec:
     """Return the options of the job. Raises UsageError for an invalid option.
 
-    Omitted options come from the settings. If the job repeats the rollout `original`, those that the rollout's record
-    has, except `sandbox`, come from there instead."""
+    Omitted options come from the settings. If the job repeats the rollout `original`, an omitted option comes from the
+    rollout's record instead, if the record has the option. But an omitted `sandbox` comes from the settings."""
     given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
     if original is not None:
         given = original.job_options(given)

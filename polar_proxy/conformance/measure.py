@@ -59,9 +59,9 @@ async def measure_conformance(
     patience: float,
     progress: Progress,
 ) -> AsyncGenerator[Json, None]:
-    """Measure one harness (and version) after another. After each, yield a document with the row of this harness.
+    """Measure the harnesses one after the other, and yield a document with the row of each harness.
 
-    If a harness cannot be installed, its checks are `not run`.
+    `adapters`: each adapter with the version to measure. If a harness cannot be installed, its checks are `not run`.
     """
     kind = await choose_kind(sandbox)
     async with temporary_store() as store, ScenarioRunner(engine, store, kind, patience=patience) as runner:

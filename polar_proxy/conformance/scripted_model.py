@@ -51,8 +51,8 @@ class Scenario:
     """Faults of different steps: each occurs at the first request for its step. Faults that a run does not reach are
     tried in another run."""
     fills_context: bool = False
-    """True if the context is reported as full from the second step on, until the harness requests a summary.
-    `HarnessProfile.compaction_steps` is the number of commands in this scenario."""
+    """True if the context is reported as full from the second step on, until the harness requests a summary. The number
+    of commands in such a scenario is `HarnessProfile.compaction_steps`, whatever `steps` says."""
     endless: bool = False
     """True if the answer is so slow that the program is killed in the middle of it."""
     refuses: bool = False

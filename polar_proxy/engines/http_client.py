@@ -56,8 +56,8 @@ class HttpResponse:
         """Set while there is something to read, and at the end of the body."""
         self._connection = connection
         self._error: str | None = None
-        """How the connection broke. Kept as text, because an exception refers to its frames, which refer to this
-        object: a reference cycle."""
+        """How the connection broke, as text. A stored exception would make a reference cycle, because it refers to its
+        frames, and the frames refer to this object."""
 
     async def read_some(self) -> bytes:
         """Wait for some of the body and return it; empty at the end. Raises ConnectionError if the connection broke."""
@@ -318,5 +318,5 @@ class HttpClient:
 
 @cache
 def _tls_context() -> ssl.SSLContext:
-    """Return the TLS context that all clients share, because making one blocks the event loop for 40 ms."""
+    """Return the TLS context that all clients share. Making a TLS context blocks the event loop for 40 ms."""
     return ssl.create_default_context()

@@ -26,9 +26,9 @@ class TextConversation:
 
 
 def text_conversations(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[TextConversation]:
-    """Return the conversations that consist of a session's calls without tokens, ordered by the start of the last call.
+    """Return a session's text conversations. They consist of the calls that have no tokens.
 
-    `excluded`: call id -> why it is in no trace.
+    Conversations are ordered by the start of their last calls. `excluded`: call id -> why the call is in no trace.
     """
     usable = {
         call.call_id: call

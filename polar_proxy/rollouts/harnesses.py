@@ -104,7 +104,8 @@ class PrebuiltImageCounts:
 class PrebuiltImageCache:
     """Docker images that contain the agent, so that it need not be mounted from this machine's disk.
 
-    There is one image for each base image and agent. Each is looked up, and built if missing, once per process."""
+    There is one image for each base image and agent. Polar looks for an image once per process, and builds it if it
+    does not exist."""
 
     def __init__(self) -> None:
         self._ready: dict[tuple[str | None, tuple[Path, ...]], str] = {}

@@ -7,9 +7,9 @@ Promises:
   limits, but no call begins after that.
 * Once spent, a budget stays spent: the store keeps the name of the limit (`sessions.spent`).
 * After a restart the counters are those of the session's row, and repeats are counted from the stored fingerprints.
-* If several gateways share a database (setting `gateway.shared`), these promises hold for all of them together: each
-  reads the session's row before a call, and announces the call. The announcement counts the calls in flight of all
-  gateways (`store/repositories/calls.py`).
+* If several gateways share a database (setting `gateway.shared`), these promises hold for all of them together. Each
+  gateway reads the session's row before a call, and announces the call in the database. The calls that any gateway
+  has announced count towards `max_calls` (`store/repositories/calls.py`).
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class CallMerger:
         self._prefixes.extend(self._numbers[trace], trace.token_ids[size:])
 
     def _continued_trace(self, call: CallRecord) -> TraceBuilder | None:
-        """Return the longest trace that is a prefix of the call's prompt; None if no trace is."""
+        """Return the longest trace of the call's engine that is a prefix of the call's prompt, or None."""
         assert call.prompt_ids is not None
         base = (call.base_call_id, call.base_choice or 0)
         candidates = (self.traces[number] for number in self._prefixes.candidates(call.prompt_ids))
@@ -248,7 +248,7 @@ class TraceBuilder:
         self.reasons: set[str] = set()
         self.prompt_length = 0
         self._last_prompt: TokenIds | None = None
-        """The prompt of the last call, if the trace begins with this prompt. None otherwise, and without a call."""
+        """The prompt of the last call; None without a call, or if the trace does not begin with this prompt."""
         self._buffer: TokenIds = np.empty(256, dtype=np.int32)
         self._size = 0
         self._session_id = ""
@@ -281,7 +281,7 @@ class TraceBuilder:
         return "canonical" in self.reasons
 
     def has_engine_of(self, call: CallRecord) -> bool:
-        """Return whether the engine that sampled the answers of this trace also sampled those of the call."""
+        """Return whether one engine sampled both the trace's answers and the call's answers."""
         return self._engine_name == call.engine_name
 
     def shared_depth(self, prompt: TokenIds) -> int:

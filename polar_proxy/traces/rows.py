@@ -89,10 +89,10 @@ def _write_spans(trace: Trace) -> Iterator[Json]:
 
 
 def read_row(row: Any) -> Trace:
-    """Return the trace that a row was written from, equal in every bit.
+    """Return the trace that a row was written from, equal in every bit. But a trace without a reward has the rollout's.
 
-    A trace without a reward gets the rollout's. Raise RowError for a newer row format (`newer_schema`), and for a row
-    whose fields are missing, of another type, or contradict each other (`malformed`).
+    Raise RowError `newer_schema` for a newer row format. Raise RowError `malformed` if a field is missing or has a
+    wrong type, or if fields contradict each other.
     """
     if not isinstance(row, dict):
         raise RowError("malformed", "a row must be a JSON object")

@@ -198,9 +198,9 @@ def focal_weight(rewards: Rewards, *, solved_at: float = 1.0, gamma: float = 1.0
 def variance_weight(rewards: Rewards, *, low: float = 0.0, high: float = 1.0) -> float:
     """Return the variance of a group's rewards as a share of the largest variance that n rewards can have, in [0, 1].
 
-    p = s^2 / s_max^2, both with denominator n - 1. For rewards in [low, high] the variance is largest with floor(n / 2)
-    of them at one end and the rest at the other: floor(n/2) * ceil(n/2) / (n (n - 1)) * (high - low)^2. 0 with fewer
-    than two rewards. Raises ValueError for a reward outside [low, high].
+    p = s^2 / s_max^2, both with denominator n - 1. The variance is largest if floor(n / 2) rewards are `low` and the
+    others `high`: s_max^2 = floor(n/2) * ceil(n/2) / (n (n - 1)) * (high - low)^2. With fewer than two rewards, p is 0.
+    Raises ValueError for a reward outside [low, high].
 
     Source: VCRL, arXiv 2509.19803 (p for binary rewards; the paper selects tasks by p, here p weights a group).
     """

@@ -330,7 +330,10 @@ class TaskSampler:
 
 
 def initial_weights(settings: Settings, config: GrpoConfig) -> Path:
-    """Return the folder of the weights that training starts with. Raises UsageError if it is not known."""
+    """Return the folder of the weights that training starts with.
+
+    Raises UsageError if `weights` is not set and the engine is not local.
+    """
     if config.weights is not None:
         return Path(config.weights).expanduser()
     if settings.engine.kind != "local":
@@ -343,7 +346,7 @@ def initial_weights(settings: Settings, config: GrpoConfig) -> Path:
 async def load_learner(weights: Path, config: GrpoConfig) -> AsyncIterator[Learner]:
     """Yield the learner with the policy of the folder `weights`, and with a reference model if there is a KL term.
 
-    With several `processes`, the other ones run until the block ends.
+    If `processes` is above 1, the other processes of the learner run until the block ends.
     """
     reference = Path(config.reference or weights) if config.kl_coef else None
     if config.processes > 1:

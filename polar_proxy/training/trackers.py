@@ -21,7 +21,7 @@ class MetricsTracker(Protocol):
     """Receives the lines of a run as they are written."""
 
     def log(self, kind: str, step: int, values: Json) -> None:
-        """Take one line. `step`: the number of steps done."""
+        """Record one line of the run's log. `step`: the number of steps done."""
         ...
 
     def close(self) -> None: ...
@@ -39,7 +39,7 @@ def open_trackers(names: Sequence[str], run: Path, config: Json, last_step: int)
 
 
 def numbers_of(kind: str, values: Json) -> dict[str, float]:
-    """Return the numbers of a line, with the names that trackers show."""
+    """Return the numeric values of a log line, each under the name that trackers show: `kind/name`."""
     return {
         f"{kind}/{name}": float(value)
         for name, value in values.items()

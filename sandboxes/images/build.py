@@ -1,8 +1,8 @@
 """Build the default image of docker sandboxes: `python -m sandboxes.images.build [--force]`.
 
-It runs `docker build`, or `podman build`, on the Dockerfile. If that fails, for example because only a Debian mirror is
-reachable (closed networks, CI), mmdebstrap (as root) installs the same packages, and the result is imported. Both ways
-give the image the tag of the recipe, which is printed at the end.
+It runs `docker build`, or `podman build`, on the Dockerfile. This can fail, for example if only a Debian mirror is
+reachable (closed networks, CI). Then mmdebstrap, which needs root, installs the same packages, and the result is
+imported. Both ways give the image the tag of the recipe, which is printed at the end.
 """
 
 from __future__ import annotations

@@ -225,8 +225,8 @@ class Supervisor:
 
     @property
     def programs_can_resist(self) -> bool:
-        """True if programs inside can signal the processes that would end them, because both run as the same user, as
-        in bubblewrap without root."""
+        """True in a bubblewrap sandbox without root. Programs inside then run as the same user as the processes that
+        would end them, so they can signal these processes."""
         return self.init_pidfd >= 0 and self.identity.uid is None
 
     def end_by_programs(self) -> None:

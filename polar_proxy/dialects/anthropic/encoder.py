@@ -67,7 +67,7 @@ class AnthropicEncoder(Encoder):
     """True if thinking blocks have a signature, but no text."""
     _started: bool = field(default=False, init=False)
     _block_count: int = field(default=0, init=False)
-    """Number of blocks begun so far; the index of the next one."""
+    """Number of blocks that have begun. The next block has this number as its index."""
     _open: str | None = field(default=None, init=False)
     """Type of the open block."""
     _open_index: int = field(default=0, init=False)

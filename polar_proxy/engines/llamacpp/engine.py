@@ -214,7 +214,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
     def _spelling(self, answer: AnswerState, missing: int, token: StreamedToken, chunk: Json) -> list[int] | None:
         """Return the ids of the missing tokens before `token`; None if these ids are not certain.
 
-        `missing`: the number of missing tokens. Their text and that of `token` together are the chunk's text.
+        `missing`: the number of missing tokens. The chunk's text is the text of these tokens, followed by `token`'s.
         """
         text, last = chunk["content"].encode(), self.model.vocabulary.token_bytes.get(token.token_id, b"")
         if UNKNOWN_ID in answer.ids or "\ufffd" in chunk["content"] or not text.endswith(last):
@@ -240,8 +240,8 @@ class LlamaCppEngine(LocallyRenderingEngine):
     ) -> SampleEvent:
         """Return the event of a chunk with these tokens, and add them to `answer`.
 
-        `full`: there is no room for more tokens, so the answer ends here. Its finish reason is `length` unless the
-        server or a stop string ended it.
+        `full`: the answer ends here, because there is no room for more tokens. The finish reason is then `length`,
+        unless the server or a stop string has ended the answer already.
         """
         answer.ids += [token.token_id for token in tokens]
         answer.text += chunk["content"]
@@ -272,10 +272,10 @@ class LlamaCppEngine(LocallyRenderingEngine):
     # Scoring
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Implement `Engine.score` by one request for each token, with a bias that makes the server sample this token.
+        """Implement `Engine.score` by one request for each token. A bias makes the server sample this token.
 
-        This is needed because llama.cpp returns no log-probabilities of a prompt. Each request costs the server one
-        new token, because the tokens before it are in its cache.
+        This is needed because llama.cpp returns no log-probabilities of a prompt. The server computes only one new
+        token per request, because its cache has all earlier tokens.
         """
         ids = [int(token) for token in token_ids]
         if len(ids) > self.info.context_length:

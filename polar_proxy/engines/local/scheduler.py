@@ -215,8 +215,8 @@ class BatchScheduler:
                 budget -= len(chunk)
 
     def _allocate_kv(self, sequence: SequenceState) -> torch.Tensor:
-        """Give a sequence a new KV buffer and return the buffer. If the cache or a running sequence has a common prefix
-        with the sequence, the buffer begins with a copy of the longest one."""
+        """Give a sequence a new KV buffer and return the buffer. The longest prefix that the sequence shares with the
+        cache or with a running sequence is copied into the buffer, unless the prefix is very short."""
         wanted = sequence.tokens[: sequence.count - 1]
         length, source = self._prefixes.find(wanted)
         for other in self._active:

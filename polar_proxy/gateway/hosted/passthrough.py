@@ -141,7 +141,10 @@ def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
 
 
 def _provider_tools(dialect: Dialect, body: Json) -> tuple[str, ...]:
-    """Return the names of a body's provider-side tools. The messages of `body` must be ones that Polar can parse."""
+    """Return the names of a body's provider-side tools. If Polar cannot parse them, name the fields that hold them.
+
+    Polar must be able to parse the messages of `body`.
+    """
     try:
         return dialect.parse(body).provider_tools
     except RequestError:
@@ -157,7 +160,7 @@ class PassthroughEncoder(Encoder):
     """
 
     inner: Callable[..., Encoder] = field(kw_only=True)
-    """Returns the dialect's own encoder, which reports an error if the connection to the provider breaks."""
+    """Factory of the dialect's own encoder. That encoder reports an error if the connection to the provider breaks."""
     held: bool = field(kw_only=True)
     """True while bytes are held back: all bytes of an answer that is not streamed, or the last piece of a stream."""
     _rest: list[bytes] = field(default_factory=list, init=False)

@@ -1,4 +1,4 @@
-"""Adding routes that are already built to an application."""
+"""Adding ready-made routes to an application."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ _CHUNK = 1 << 20
 class UnpackedArchive:
     database: Path
     artifacts: frozenset[str]
-    """The hashes of the artifacts. The paths of their files are those that a store would use."""
+    """The hashes of the artifacts. Their files lie in the same folders, under the same names, as in a store."""
     unpacked_limit: int
-    """Maximum total size of the database's packed values after unpacking, in bytes."""
+    """Maximum total size in bytes to which the compressed values of the database may unpack."""
 
 
 def artifact_member(sha256: str) -> str:
@@ -40,8 +40,9 @@ def artifact_member(sha256: str) -> str:
 def unpack(file: Path, folder: Path, max_bytes: int) -> UnpackedArchive:
     """Unpack an archive into an empty folder.
 
-    `max_bytes`: maximum total size of the unpacked files. Raises UsageError if `file` does not exist. Raises StoreError
-    if the archive is damaged, unpacks to too much, or contains what no archive of Polar contains.
+    `max_bytes`: maximum total size of the unpacked files. The limit is lower for a small archive. Raises UsageError if
+    `file` does not exist. Raises StoreError if the archive is damaged, exceeds the limit, or contains a file that Polar
+    never writes.
     """
     try:
         size = file.stat().st_size

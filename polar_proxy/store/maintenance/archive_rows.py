@@ -2,8 +2,8 @@
 
 The received file is read as data only: it must have plain tables with exactly the columns of the schema. So no view,
 trigger, generated column or virtual table in the file is ever evaluated. Each value must have the type of its column.
-The packed values may unpack to a limited total size. Their headers state the sizes, so nothing is unpacked before the
-check.
+The total size of the compressed values after unpacking is limited. It is checked before anything is unpacked, because
+the headers of the values state the sizes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def copy_rows(
     """Copy all rows of `tables` from the file `received` into the new database `own`.
 
     Raises StoreError if the file is damaged, is too large, or has content that Polar does not write.
-    `unpacked_limit`: maximum total size of the packed values after unpacking, in bytes."""
+    `unpacked_limit`: maximum total size in bytes to which the file's compressed values may unpack."""
     unpacked = UnpackedBytes(unpacked_limit)
     with closing(_open(received)) as source, closing(sqlite3.connect(own)) as target:
         source.execute("PRAGMA trusted_schema=OFF")
@@ -328,7 +328,7 @@ def _check_chains(target: sqlite3.Connection) -> None:
 
 
 def _check_sizes(target: sqlite3.Connection, unpacked_limit: int) -> None:
-    """Raise ForgedRowError if reading the chains would need more memory than an archive of this size may need.
+    """Raise ForgedRowError if chains or conversations would expand to more than `unpacked_limit` entries in memory.
 
     This happens if a long chain has many branches, or if many calls have long conversations.
     """

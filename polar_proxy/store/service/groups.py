@@ -133,7 +133,7 @@ class GroupRepository(Repository):
         return await self._database.write(write)
 
     async def keep_overflow(self, group_id: str, *, reason: str) -> dict[str, str]:
-        """Move the claimed rollouts of a complete group to other groups and cancel the unclaimed ones.
+        """Move a complete group's running rollouts to other groups. Cancel its rollouts that are not claimed yet.
 
         Returns the moved rollouts: rollout id -> id of the new group. The old group can be settled afterwards.
         """
