@@ -44,7 +44,9 @@ async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
 
 
 async def _score_again(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-    """Score the work again, because the machine's fault may have passed. Without the patch, no verdict was missing."""
+    """Score the work again after an error that did not occur without the patch.
+
+    The machine may have caused the error. If a verdict is missing again, the patch is at fault."""
     try:
         score = await _evaluate(work, sandboxes)
     except (InfrastructureError, EvaluatorError) as error:
