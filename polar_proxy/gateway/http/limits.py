@@ -39,7 +39,7 @@ _LINGER_SECONDS = 1.0
 """How long to read and drop what a refused client still sends."""
 _BODY = "request body"
 _PIPELINED = 8
-"""Maximum number of requests that a connection may send before the answer to its first one."""
+"""Maximum number of a connection's requests that wait while an earlier request is answered."""
 _SESSION_SHARE = 4
 """The budget for all bodies, divided by this number, is the most that the bodies of one session get."""
 
