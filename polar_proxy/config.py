@@ -117,10 +117,10 @@ class GatewaySettings(_Section):
     """Time limit for each further token, including pauses in which the engine loads new weights. After that the call
     fails, as with `first_token_seconds`."""
     join_retries: Literal["evidence", "always", "never"] = "evidence"
-    """Equal requests that share one answer. `evidence`: a request shares the answer of an equal one if it is known to
-    be a retry, because the earlier request lost its client or because the SDK's retry header says so. `always`: a
-    request shares the answer of any equal one that is being answered or was answered within `retry_window_seconds`.
-    `never`: no request shares an answer."""
+    """Whether a request gets the answer of an earlier, equal request. `evidence`: only if the request is known to be a
+    retry, because the earlier request lost its client or the SDK's retry header says so. `always`: also if the earlier
+    request is still being answered, or was answered within `retry_window_seconds`. `never`: every request is answered
+    anew."""
     retry_window_seconds: float = Field(10.0, ge=0)
     """How long an answer is kept after its end. An equal request within this time may be a retry, which then gets the
     kept answer."""
@@ -198,8 +198,8 @@ class RouteSettings(_Section):
     labels: tuple[str, ...] = ()
     """Only sessions with one of these labels. `*` matches any text."""
     share: float = Field(1.0, gt=0, le=1)
-    """Only this share of the sessions (0 to 1), chosen by session id, so that the rule applies to all calls of a
-    session or to none."""
+    """Only calls of this share of the sessions (0 to 1). The session's id decides, so the result is the same for all
+    calls of a session."""
 
 
 class RunSettings(RolloutSpec):

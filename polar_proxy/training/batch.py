@@ -73,7 +73,7 @@ class TrainingSequence:
     token_ids: npt.NDArray[np.int64]
     """[n]"""
     trained: npt.NDArray[np.bool_]
-    """[n]: whether the token was sampled and is trained with this sequence."""
+    """[n]: True if the token was sampled and is trained in this sequence, not in another one or not at all."""
     old_logprobs: npt.NDArray[np.float64]
     """[n], nats, as recorded at sampling; NaN where `trained` is False."""
     advantage: float

@@ -122,8 +122,8 @@ class BodyBudget:
     def _make_room(self, wanting: BodyReservation, size: int) -> None:
         """Refuse the largest bodies that are still being read, until `wanting` can reserve `size` more bytes.
 
-        A body is refused only if it is larger than the body of `wanting` will be. Raises RequestError 429 if refusing
-        all such bodies frees too little."""
+        A body is refused only if it is larger than the body of `wanting` with these bytes. Raises RequestError 429 if
+        refusing all such bodies frees too little."""
         missing = self.held + size - self._limit
         for largest in sorted(self._reservations, key=lambda one: one.size, reverse=True):
             if missing <= 0 or largest.size <= wanting.size + size:
