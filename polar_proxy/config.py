@@ -122,8 +122,8 @@ class GatewaySettings(_Section):
     request is still being answered, or was answered within `retry_window_seconds`. `never`: every request is answered
     anew."""
     retry_window_seconds: float = Field(10.0, ge=0)
-    """How long an answer is kept after its end. An equal request within this time may be a retry, which then gets the
-    kept answer."""
+    """How long an answer is kept after its end. If an equal request comes within this time and counts as a retry (see
+    `join_retries`), it gets the kept answer."""
     retry_grace_seconds: float = Field(2.0, ge=0)
     """How long to continue an answer after its client disconnected, so that a retry can take it over."""
     temperature: float | None = Field(None, ge=0)
@@ -438,7 +438,7 @@ def provider_key(engine: EngineSettings) -> str | None:
 
 
 def child_environment(added: Mapping[str, str], *, without: Collection[str] = ()) -> dict[str, str]:
-    """Return this process's environment without the variables in `without` and with `added`, for a child process."""
+    """Return the environment for a child process: this process's own, minus the variables `without`, plus `added`."""
     return {**{name: value for name, value in os.environ.items() if name not in without}, **added}
 
 
