@@ -52,7 +52,7 @@ _METRIC = re.compile(rf"^({'|'.join((*_KV_USAGE, _WAITING, _RUNNING))})(?:\{{[^\
 
 
 class SeparateChunkDecoder(ChunkDecoder):
-    """Decoder that returns one event for each of the server's chunks, even if one read of the socket has several."""
+    """Decoder that returns a separate event for each of the server's chunks, even if several arrive together."""
 
     def feed(self, chunks: Iterable[Json]) -> list[SampleEvent]:
         return [event for chunk in chunks for event in super(SeparateChunkDecoder, self).feed([chunk])]
