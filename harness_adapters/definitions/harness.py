@@ -111,7 +111,8 @@ class DefinedVenvHarness(DefinedHarness, VenvHarness):
 
 
 class DefinedProgram(DefinedHarness):
-    """A harness whose program, a file or a folder, is on this machine already. Sandboxes mount it unchanged."""
+    """A harness whose program is on this machine already, as a file or in a folder. Sandboxes mount the program
+    unchanged."""
 
     @property
     def install_command(self) -> tuple[str, ...]:

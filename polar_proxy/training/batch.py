@@ -333,7 +333,7 @@ def _sampling_of_tokens(trace: Trace, length: int) -> tuple[npt.NDArray[np.float
 
 
 def _skip_trace(trace: Trace | TraceSummary, config: GrpoConfig) -> str | None:
-    """Return why a trace is skipped even if its rollout is trained, or None."""
+    """Return why a trace of a trained rollout is skipped; None if the trace is trained."""
     if trace.grade not in TRAINABLE:
         return f"grade_{trace.grade}"
     if not trace.trained_tokens:
