@@ -393,8 +393,8 @@ class ParserProofs:
     ) -> ParserConfig | str:
         """Return the configuration that parses with the server's route `/derender`, or why there is none.
 
-        For each of these answers, sent whole, the route must give the chat route's result. If it also gives this result
-        for answers that are sent in pieces, streams are parsed piece by piece; otherwise a stream is parsed at its end.
+        For each whole answer, the route must give the chat route's result. If the route also gives this result for all
+        answers in pieces, streams are parsed piece by piece. Otherwise a stream is parsed at its end.
         """
 
         async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:
