@@ -347,7 +347,7 @@ class MemoryAdmission:
         self._free = free
         self._clock = clock
         self._reserved: dict[str, tuple[float, int]] = {}
-        """(end of the reservation, MiB) by rollout id."""
+        """By rollout id: the time at which the reservation ends, and its MiB."""
 
     def refusal(self, request: AdmissionRequest) -> str | None:
         """Reserve memory for the rollout's sandbox and return None; if there is too little, return the reason."""
