@@ -229,8 +229,8 @@ def _filled_words(
 
 
 def _fill_value(value: Any, values: Mapping[str, object]) -> Any:
-    """Fill in the placeholders of all strings in a value. If the value of a key is a single placeholder that stands for
-    None, the key is left out."""
+    """Fill in the placeholders of all strings in a value. Leave out a key if its value is a single placeholder and this
+    placeholder's value is None."""
     if isinstance(value, str):
         whole = PLACEHOLDER.fullmatch(value)
         if whole is not None and whole["name"]:

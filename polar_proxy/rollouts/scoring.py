@@ -29,7 +29,8 @@ _SETUP_SECONDS = 300.0
 async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
     """Return the score of the task's evaluators.
 
-    Raises InfrastructureError or EvaluatorError if the evaluation fails both with and without the agent's patch."""
+    If the evaluation fails, raises InfrastructureError or EvaluatorError, unless an evaluation without the agent's
+    patch gives all verdicts."""
     try:
         score = await _evaluate(work, sandboxes)
     except (InfrastructureError, EvaluatorError) as error:
