@@ -168,7 +168,7 @@ class StageLimiter:
         return self.inside + self.waiting >= self._limit
 
     def counts(self) -> Json:
-        """Return inside, waiting, limit, entered, waited_seconds and refusals by reason, for the metrics."""
+        """Return the stage's numbers for the metrics. The refusals are counted by reason."""
         return {
             "inside": self.inside,
             "waiting": self.waiting,

@@ -155,7 +155,7 @@ class ForcedSampling:
         return [answer for answer in await asyncio.gather(*requests) if answer is not None]
 
     async def force_template_answers(self, conversations: Sequence[Conversation]) -> list[ForcedAnswer]:
-        """Sample answers as the template writes them, with and without tool calls, in each of these conversations."""
+        """Sample answers in the template's format, with and without tool calls, in each of these conversations."""
         if not self.request.tools:
             return []
         targets, end_of_reasoning, plain = await asyncio.gather(
