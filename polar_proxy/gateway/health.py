@@ -112,7 +112,7 @@ class StoreMonitor:
         self._outage = OutageLog("calls cannot be recorded")
         self._watching: asyncio.Task[None] | None = None
         self._due = False
-        """True if `on_writable` must be called, because something was added for it to write or its last call failed."""
+        """True if `on_writable` must be called: `watch` asked for the call, or the last call failed."""
 
     async def close(self) -> None:
         """Stop watching. If `on_writable` is still due after an outage and the store can be written, call it now."""

@@ -304,7 +304,7 @@ class ServerProbe:
     async def _renders(self, *, tools: bool) -> bool:
         """Return whether `VllmClient.render` gives the chat route's prompt ids for each of some test conversations.
 
-        If both refuse a conversation, it counts as equal. But the conversation `USER` must not be refused.
+        If `render` and the chat route both refuse a conversation, they count as equal, except for `USER`.
         """
 
         async def equal(messages: list[Json], **fields: Any) -> bool:
