@@ -117,13 +117,13 @@ class GatewaySettings(_Section):
     """Time limit for each further token, including pauses in which the engine loads new weights. After that the call
     fails, as with `first_token_seconds`."""
     join_retries: Literal["evidence", "always", "never"] = "evidence"
-    """Equal requests that share one answer. `evidence`: a request shares the answer of an equal one if it is known to
-    be a retry, because the earlier request lost its client or because the SDK's retry header says so. `always`: a
-    request shares the answer of any equal one that is being answered or was answered within `retry_window_seconds`.
-    `never`: no request shares an answer."""
+    """Whether a request gets the answer of an earlier, equal request. `evidence`: only if the request is known to be a
+    retry, because the earlier request lost its client or the SDK's retry header says so. `always`: also if the earlier
+    request is still being answered, or was answered within `retry_window_seconds`. `never`: every request is answered
+    anew."""
     retry_window_seconds: float = Field(10.0, ge=0)
-    """How long an answer is kept after its end. An equal request within this time may be a retry, which then gets the
-    kept answer."""
+    """How long an answer is kept after its end. If an equal request comes within this time and counts as a retry (see
+    `join_retries`), it gets the kept answer."""
     retry_grace_seconds: float = Field(2.0, ge=0)
     """How long to continue an answer after its client disconnected, so that a retry can take it over."""
     temperature: float | None = Field(None, ge=0)
@@ -198,8 +198,8 @@ class RouteSettings(_Section):
     labels: tuple[str, ...] = ()
     """Only sessions with one of these labels. `*` matches any text."""
     share: float = Field(1.0, gt=0, le=1)
-    """Only this share of the sessions (0 to 1), chosen by session id, so that the rule applies to all calls of a
-    session or to none."""
+    """Only calls of this share of the sessions (0 to 1). The session's id decides, so the result is the same for all
+    calls of a session."""
 
 
 class RunSettings(RolloutSpec):
@@ -282,8 +282,9 @@ class ApiSettings(_Section):
     """The HTTP API."""
 
     folders: tuple[Path, ...] = ()
-    """Folders of this machine from which jobs may take task files, repositories, images to build and mounts. Without
-    any, a job must contain its tasks or name a built-in family. Commands without --url are not limited."""
+    """Folders of this machine from which jobs may take task files, repositories, images to build and mounts. If the
+    list is empty, a job must contain its tasks, or name a built-in family or a task source in `allowed_code`. Commands
+    without --url are not limited."""
     private_callbacks: bool = False
     """Also send callbacks to loopback, private and link-local addresses."""
     callback_secret: str | None = Field(None, repr=False)
@@ -438,7 +439,7 @@ def provider_key(engine: EngineSettings) -> str | None:
 
 
 def child_environment(added: Mapping[str, str], *, without: Collection[str] = ()) -> dict[str, str]:
-    """Return this process's environment without the variables in `without` and with `added`, for a child process."""
+    """Return the environment for a child process: this process's own, minus the variables `without`, plus `added`."""
     return {**{name: value for name, value in os.environ.items() if name not in without}, **added}
 
 

@@ -40,7 +40,7 @@ class OffloadThread:
         return await loop.run_in_executor(self._executor, self._work, partial(work, *args, **kwargs))
 
     def close(self) -> None:
-        """End the thread. The next `run` with `large` starts a new thread."""
+        """End the thread. A later `run` of large work starts a new thread."""
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None

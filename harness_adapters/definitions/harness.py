@@ -111,7 +111,8 @@ class DefinedVenvHarness(DefinedHarness, VenvHarness):
 
 
 class DefinedProgram(DefinedHarness):
-    """A harness whose program, a file or a folder, is on this machine already. Sandboxes mount it unchanged."""
+    """A harness whose program is on this machine already, as a file or in a folder. Sandboxes mount the program
+    unchanged."""
 
     @property
     def install_command(self) -> tuple[str, ...]:
@@ -228,8 +229,8 @@ def _filled_words(
 
 
 def _fill_value(value: Any, values: Mapping[str, object]) -> Any:
-    """Fill in the placeholders of all strings in a value. If the value of a key or an item of a list is a single
-    placeholder that stands for None, it is left out."""
+    """Fill in the placeholders of all strings in a value. Leave out a key if its value is a single placeholder and this
+    placeholder's value is None."""
     if isinstance(value, str):
         whole = PLACEHOLDER.fullmatch(value)
         if whole is not None and whole["name"]:

@@ -44,7 +44,7 @@ async def get_record(
     store: ApiStore,
     name: Annotated[
         str,
-        Query(description="An id, the beginning of an id, a session's label, or `last` (the last used session)."),
+        Query(description="An id, a session's label, the beginning of either, or `last` (the session used last)."),
     ],
     tokens: Annotated[bool, Query(description="Return the sampled tokens with their texts.")] = False,
 ) -> Response:

@@ -31,8 +31,8 @@ MAX_AGE_SECONDS = 1.0
 _ANSWER_SECONDS = 1.5
 """Time after which a check that has not ended counts as hanging."""
 _LOOP_SECONDS = 0.1
-"""A wait for a check is counted in steps of this length. If the event loop is busy, a step takes longer, but still
-counts as one. So a check does not count as hanging only because the event loop is busy."""
+"""The time that a check has taken is counted in steps of this length. If the event loop is busy, a step takes longer,
+but counts as much. So a busy event loop does not make a check count as hanging."""
 _SLOW_SECONDS = 4.0
 """Time after which an operation counts as slow: the store is then probed, and the operation is awaited further only if
 the store answers. (If the database server is away, a commit fails earlier, after `group_commit.PATIENCE_SECONDS`, and
@@ -112,7 +112,7 @@ class StoreMonitor:
         self._outage = OutageLog("calls cannot be recorded")
         self._watching: asyncio.Task[None] | None = None
         self._due = False
-        """True if `on_writable` must be called, because something was added for it to write or its last call failed."""
+        """True if `on_writable` must be called: `watch` asked for the call, or the last call failed."""
 
     async def close(self) -> None:
         """Stop watching. If `on_writable` is still due after an outage and the store can be written, call it now."""

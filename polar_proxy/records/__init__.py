@@ -145,9 +145,8 @@ async def find_record(
     """Return the rollout, session or call that `name` refers to (see `store.names`).
 
     Raises UsageError if no record or several records have this name, or if the record is removed meanwhile. With
-    `tokens_from`, the sampled tokens are decoded too: by `engine` if it serves the call's model, otherwise with the
-    model's files or by the engine that `tokens_from` describes. The calls of a session or rollout then include their
-    tokens.
+    `tokens_from`, each call also has its sampled tokens as texts. They are decoded by `engine` if it serves the call's
+    model, otherwise with the model's files or by the engine that `tokens_from` describes.
     """
     found = await store.names.find(name)
     if found.kind == "rollout" and (rollout := await _rollout(store, found.record_id, tokens_from, engine)) is not None:

@@ -116,8 +116,8 @@ def parse_unittest(output: str) -> dict[str, Verdict]:
 
 
 def parse_django(log: str) -> dict[str, Verdict]:
-    """Parse the output of Django's test runner: ids as printed, ``test_x (app.tests.TestCase)`` or the first line of a
-    docstring.
+    """Parse the output of Django's test runner. The ids stay as printed: ``test_x (app.tests.TestCase)``, or the first
+    line of the test's docstring.
 
     The verdict may follow on a later line, after what the test itself printed.
     """

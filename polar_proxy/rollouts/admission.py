@@ -168,7 +168,7 @@ class StageLimiter:
         return self.inside + self.waiting >= self._limit
 
     def counts(self) -> Json:
-        """Return inside, waiting, limit, entered, waited_seconds and refusals by reason, for the metrics."""
+        """Return the stage's numbers for the metrics. The refusals are counted by reason."""
         return {
             "inside": self.inside,
             "waiting": self.waiting,
@@ -347,7 +347,7 @@ class MemoryAdmission:
         self._free = free
         self._clock = clock
         self._reserved: dict[str, tuple[float, int]] = {}
-        """(end of the reservation, MiB) by rollout id."""
+        """By rollout id: the time at which the reservation ends, and its MiB."""
 
     def refusal(self, request: AdmissionRequest) -> str | None:
         """Reserve memory for the rollout's sandbox and return None; if there is too little, return the reason."""
@@ -370,7 +370,7 @@ class EngineMonitor:
     """Watches whether the engine responds and how busy it is, so that rollouts wait for it instead of failing.
 
     `async with EngineMonitor(engine, patience, limits) as monitor:` asks the engine every few seconds. After `patience`
-    seconds without a response agents are admitted anyway: they fail and use up their attempts, so that every rollout
+    seconds without a response, agents are admitted anyway. Then they fail and use up their attempts, and every rollout
     ends. An engine that does not report its load never counts as busy.
     """
 

@@ -29,7 +29,8 @@ _SETUP_SECONDS = 300.0
 async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
     """Return the score of the task's evaluators.
 
-    Raises InfrastructureError or EvaluatorError if the evaluation fails both with and without the agent's patch."""
+    If the evaluation fails, raises InfrastructureError or EvaluatorError, unless an evaluation without the agent's
+    patch gives all verdicts."""
     try:
         score = await _evaluate(work, sandboxes)
     except (InfrastructureError, EvaluatorError) as error:
@@ -44,7 +45,9 @@ async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
 
 
 async def _score_again(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-    """Score the work again, because the machine's fault may have passed. Without the patch, no verdict was missing."""
+    """Score the work again after an error that did not occur without the patch.
+
+    The machine may have caused the error. If a verdict is missing again, the patch is at fault."""
     try:
         score = await _evaluate(work, sandboxes)
     except (InfrastructureError, EvaluatorError) as error:

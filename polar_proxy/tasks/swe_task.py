@@ -140,8 +140,8 @@ class GeneratedInstance:
         return f"{self.package}/{self.broken_module}.py"
 
     def tests(self, visible: bool) -> str:
-        """Return the tests of the broken module. The repository's own, visible tests have one case for each function,
-        the hidden tests have all cases."""
+        """Return the tests of the broken module. `visible`: the repository's own tests, with one case for each
+        function. Otherwise: the hidden tests, with all cases."""
         tests = []
         for index, function in enumerate(self.solution):
             cases = self.cases if index == self.broken_index else self.other_cases

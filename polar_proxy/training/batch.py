@@ -73,7 +73,7 @@ class TrainingSequence:
     token_ids: npt.NDArray[np.int64]
     """[n]"""
     trained: npt.NDArray[np.bool_]
-    """[n]: whether the token was sampled and is trained with this sequence."""
+    """[n]: True if the token was sampled and is trained in this sequence, not in another one or not at all."""
     old_logprobs: npt.NDArray[np.float64]
     """[n], nats, as recorded at sampling; NaN where `trained` is False."""
     advantage: float
@@ -333,7 +333,7 @@ def _sampling_of_tokens(trace: Trace, length: int) -> tuple[npt.NDArray[np.float
 
 
 def _skip_trace(trace: Trace | TraceSummary, config: GrpoConfig) -> str | None:
-    """Return why a trace is skipped even if its rollout is trained, or None."""
+    """Return why a trace of a trained rollout is skipped; None if the trace is trained."""
     if trace.grade not in TRAINABLE:
         return f"grade_{trace.grade}"
     if not trace.trained_tokens:

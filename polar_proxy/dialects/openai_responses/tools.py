@@ -270,7 +270,7 @@ def built_in_item(kind: str, arguments: str) -> Json | None:
 def built_in_arguments(kind: str, content: Json) -> Json:
     """Return the arguments that the model wrote: `content` without nulls and without the tool's constants.
 
-    `content`: the value of the item's field that `BuiltInTool.arguments_field` names.
+    `content`: the value of the field `BuiltInTool.arguments_field` of an item that the client sent.
     """
     constants = BUILT_IN_TOOLS[kind].constants
     return {

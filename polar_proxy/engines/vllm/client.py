@@ -52,7 +52,7 @@ _METRIC = re.compile(rf"^({'|'.join((*_KV_USAGE, _WAITING, _RUNNING))})(?:\{{[^\
 
 
 class SeparateChunkDecoder(ChunkDecoder):
-    """Decoder that returns one event for each of the server's chunks, even if one read of the socket has several."""
+    """Decoder that returns a separate event for each of the server's chunks, even if several arrive together."""
 
     def feed(self, chunks: Iterable[Json]) -> list[SampleEvent]:
         return [event for chunk in chunks for event in super(SeparateChunkDecoder, self).feed([chunk])]
@@ -233,8 +233,8 @@ def chat_body(request: ChatRequest, *, stream: bool) -> Json:
     """Return the body for `/v1/chat/completions`.
 
     `response_format` is left out while the model may call tools (see `enforced_format`), because vLLM's grammar would
-    constrain the whole answer and forbid tool calls. `parallel_tool_calls` is left out, because vLLM would obey it by
-    hiding calls that were sampled, or by a grammar. The gateway limits the calls instead (`one_call.py`).
+    constrain the whole answer and forbid tool calls. `parallel_tool_calls` is left out, because vLLM would hide
+    calls that were sampled, or add a grammar. The gateway limits the calls instead (`one_call.py`).
     """
     body = _sampling_body(request.sampling, stream) | conversation_fields(request)
     body["logprobs"] = True

@@ -87,8 +87,9 @@ class ForcedAnswer:
 
 
 def unforced(answers: Sequence[ForcedAnswer], optional: set[str]) -> str | None:
-    """Return a message about the first text that the server did not sample although it was forced to; None if it
-    sampled all. Texts of the answers named in `optional` may be missing."""
+    """Return a message that names the first answer without its forced text; None if all answers have their texts.
+
+    The answers named in `optional` may lack their texts."""
     missing = [answer.name for answer in answers if answer.wanted not in answer.text and answer.name not in optional]
     if not missing:
         return None

@@ -54,7 +54,7 @@ _ALTERNATIVES = 5
 
 
 async def encode_tags(client: VllmClient) -> dict[str, tuple[int, ...]]:
-    """Return the token ids of the tags of reasoning and calls, and of the other texts that get biases."""
+    """Return the token ids of each text that gets a bias: the tags of reasoning and calls, and two other texts."""
     texts = (THINK, END_THINK, CALL, END_CALL, LETTER, UNWANTED)
     ids = await asyncio.gather(*map(client.encode, texts))
     return dict(zip(texts, map(tuple, ids), strict=True))
@@ -155,7 +155,7 @@ class ForcedSampling:
         return [answer for answer in await asyncio.gather(*requests) if answer is not None]
 
     async def force_template_answers(self, conversations: Sequence[Conversation]) -> list[ForcedAnswer]:
-        """Sample answers as the template writes them, with and without tool calls, in each of these conversations."""
+        """Sample answers in the template's format, with and without tool calls, in each of these conversations."""
         if not self.request.tools:
             return []
         targets, end_of_reasoning, plain = await asyncio.gather(
@@ -253,9 +253,9 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
     sampled, the request is sent again without tools. Returns True in three cases:
 
     * With tools, the text is sampled, but another first token was also allowed.
-    * With tools, the text is not sampled, but without tools it is.
-    * The text is never sampled, and only with tools some first tokens are forbidden. (gpt-oss reasons before the text,
-      under a grammar of vLLM's that does not depend on tools.)
+    * The text is sampled without tools, but not with tools.
+    * The text is sampled neither with nor without tools, and some first tokens are forbidden, but only with tools.
+      (gpt-oss reasons before the text, under a grammar of vLLM's that does not depend on tools.)
 
     Returns False in all other cases, also if the server refuses the requests. `renders`: whether the client can render
     conversations.

@@ -9,9 +9,8 @@ These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in 
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
 given texts were sampled. The other parsers are vLLM's own code and are compared on whatever was sampled. If tool calls
 in the template's own format were sampled, the chat route must have parsed at least one of them as a call. Some servers
-replace the grammar with which Polar forces an answer by a grammar of their own. Then the calls in the answer that the
-server samples instead are compared. If no call was sampled, the side process is used only if a setting names the
-server's parsers.
+replace Polar's grammar by their own, and so sample another answer than Polar chose. The calls in that other answer are
+compared, too. If no call was sampled, the side process is used only if a setting names the server's parsers.
 
 The server is made to answer both a first message and a tool's result, because some parsers look at the history. If
 several of vLLM's parsers fit, they are run on random variations of the answers. The server then samples variations
@@ -249,7 +248,8 @@ class ParserProofs:
             raise CannotContinueError(unrecognised if problem is None else f"{problem} {unrecognised}")
 
     async def _misses_grammar(self, config: ParserConfig, request: ChatRequest) -> bool:
-        """Return whether the chat route adds a grammar that Polar cannot add itself with this configuration."""
+        """Return True if the chat route adds a grammar, but this configuration has no parsers that add one in the side
+        process."""
         if not self.adds_grammar:
             return False
         return config.kind != "process" or not await self._has_grammar(config.parsers, request)
@@ -393,8 +393,8 @@ class ParserProofs:
     ) -> ParserConfig | str:
         """Return the configuration that parses with the server's route `/derender`, or why there is none.
 
-        For each of these answers, sent whole, the route must give the chat route's result. If it also gives this result
-        for answers that are sent in pieces, streams are parsed piece by piece; otherwise a stream is parsed at its end.
+        For each whole answer, the route must give the chat route's result. If the route also gives this result for all
+        answers in pieces, streams are parsed piece by piece. Otherwise a stream is parsed at its end.
         """
 
         async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:

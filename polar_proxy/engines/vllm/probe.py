@@ -29,7 +29,7 @@ from polar_proxy.types import EngineInfo, Json, LogprobMode
 
 REFUSED = "Recording for training is refused."
 _END_CANDIDATES = 12
-"""Number of tokens after a message that are tried as the end-of-turn token."""
+"""The first tokens after a message are tried as the end-of-turn token: at most this number."""
 _CALL: Json = {"id": "polarcal1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
 _CANONICAL: list[Json] = [
     {"role": "system", "content": "You are terse."},
@@ -304,7 +304,7 @@ class ServerProbe:
     async def _renders(self, *, tools: bool) -> bool:
         """Return whether `VllmClient.render` gives the chat route's prompt ids for each of some test conversations.
 
-        If both refuse a conversation, it counts as equal. But the conversation `USER` must not be refused.
+        If `render` and the chat route both refuse a conversation, they count as equal, except for `USER`.
         """
 
         async def equal(messages: list[Json], **fields: Any) -> bool:

@@ -39,7 +39,7 @@ _LINGER_SECONDS = 1.0
 """How long to read and drop what a refused client still sends."""
 _BODY = "request body"
 _PIPELINED = 8
-"""Maximum number of requests that a connection may send before the answer to its first one."""
+"""Maximum number of a connection's requests that wait while an earlier request is answered."""
 _SESSION_SHARE = 4
 """The budget for all bodies, divided by this number, is the most that the bodies of one session get."""
 
@@ -122,8 +122,8 @@ class BodyBudget:
     def _make_room(self, wanting: BodyReservation, size: int) -> None:
         """Refuse the largest bodies that are still being read, until `wanting` can reserve `size` more bytes.
 
-        A body is refused only if it is larger than the body of `wanting` will be. Raises RequestError 429 if refusing
-        all such bodies frees too little."""
+        A body is refused only if it is larger than the body of `wanting` with these bytes. Raises RequestError 429 if
+        refusing all such bodies frees too little."""
         missing = self.held + size - self._limit
         for largest in sorted(self._reservations, key=lambda one: one.size, reverse=True):
             if missing <= 0 or largest.size <= wanting.size + size:

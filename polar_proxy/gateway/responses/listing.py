@@ -35,7 +35,7 @@ class PageRequest(NamedTuple):
 
     @classmethod
     def read(cls, query: Query) -> PageRequest:
-        """Read the parameters of a list request. Raises RequestError for an invalid one."""
+        """Read the parameters of a list request. Raises RequestError if a parameter is invalid."""
         check_include(query)
         order = last_value(query, "order") or "desc"
         if order not in ("asc", "desc"):

@@ -108,7 +108,8 @@ class ConversationRepository(Repository):
         return row
 
     async def get(self, session_id: str, conversation_id: str, *, at_provider: bool = False) -> ConversationRow | None:
-        """Return a conversation of this session that Polar keeps or, with `at_provider`, that the provider keeps."""
+        """Return a conversation of this session. `at_provider`: whether the provider keeps it. None if there is no such
+        conversation."""
         mine = (_c.conversation_id == conversation_id, _c.session_id == session_id, _c.at_provider == at_provider)
         return await self._row(ConversationRow, select(*_columns).where(*mine))
 

@@ -1,4 +1,4 @@
-"""Find a rollout, a session or a call by its id, the beginning of its id, its label, or `last`."""
+"""Find a rollout, a session or a call by its id, its label, the beginning of its id or label, or `last`."""
 
 from __future__ import annotations
 

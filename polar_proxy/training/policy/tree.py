@@ -65,7 +65,8 @@ class Targets:
 
 
 def sort_by_prefix(sequences: Sequence[Ids]) -> tuple[list[int], list[int]]:
-    """Return the lexicographic order of the sequences, and the length of each one's common prefix with its predecessor.
+    """Return the lexicographic order of the sequences. For each sequence in this order, also return the length of the
+    prefix that it shares with the sequence before.
 
     Neighbours in this order have the longest common prefixes, so every common prefix is stored once.
     """
