@@ -150,8 +150,8 @@ class Sampling:
     repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """True if the client asks for log-probabilities, so `SampleEvent.tokens` is set. Recording does not depend on
-    it."""
+    """True if the client asks for log-probabilities. The engine then sets `SampleEvent.tokens`. Log-probabilities are
+    recorded in any case."""
     top_logprobs: int = 0
     """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
 
@@ -440,8 +440,8 @@ SpanKind = Literal["context", "sampled"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The origin of a run of a trace's tokens: tokens [start, end) of a call's prompt (kind `context`), or of its
-    answer number `choice` (kind `sampled`)."""
+    """The origin of consecutive tokens of a trace: tokens [start, end) of a call's prompt (kind `context`), or of the
+    call's answer number `choice` (kind `sampled`)."""
 
     kind: SpanKind
     call_id: str
