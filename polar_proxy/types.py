@@ -326,8 +326,8 @@ class Choice:
     token_ids: TokenIds
     logprobs: Logprobs
     versions: tuple[tuple[int, str], ...] = ()
-    """(first position, policy version) of each run of tokens, if the weights changed during sampling. Empty if the
-    call's `weight_version` holds for all tokens."""
+    """If the weights changed during sampling: (position, policy version) of the first token that each version sampled.
+    Empty if the call's `weight_version` holds for all tokens."""
     reasoning_tokens: int | None = None
     """Number of tokens up to the end of the reasoning, if that is known."""
     provider_turn: ProviderTurn | None = None
@@ -461,7 +461,7 @@ class AnswerSampling(NamedTuple):
     """`processed`: the log-probabilities are those of the sampled distribution. `raw`: they are those of the model's
     own distribution at temperature 1, without `changes`."""
     versions: tuple[tuple[int, str | None], ...]
-    """(first position within the answer, policy version) of each run of its tokens, from position 0 on."""
+    """(position in the answer, policy version) of the first token that each version sampled, from position 0 on."""
 
 
 @dataclass(frozen=True, slots=True)
