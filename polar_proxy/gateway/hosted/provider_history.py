@@ -85,7 +85,7 @@ class ProviderHistory:
     calls: Mapping[str, ReferencedCall] = field(default_factory=dict)
 
     def write_out(self, body: Json) -> Json:
-        """Return a body with the history before its own input. Raises RequestError for an unknown item."""
+        """Return `body` with the history inserted before its input. Raises RequestError for an unknown item."""
         if not (self.calls or self.created):
             return body
         own = input_items(body.get("input"))
