@@ -378,9 +378,9 @@ async def request(
 
 
 def with_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights; a tied output head is also listed under its own name.
+    """Return the weights, and a tied output head also under a name of its own.
 
-    Servers with a separate head need it; others skip it.
+    Servers with a separate head need this entry; other servers skip it.
     """
     if HEAD in weights or EMBEDDING not in weights:
         return dict(weights)

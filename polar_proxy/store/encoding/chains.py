@@ -143,7 +143,8 @@ class RequestChains:
     message_nodes: tuple[ChainNode, ...]
     end_of_turn: tuple[int, ...]
     prompt: TokenIds
-    """The prompt without its last segment, which ends with the prompt. A longer prompt need not have a cut there."""
+    """The prompt without its last segment. That segment ends only because the prompt does, so a longer prompt may have
+    another segment in its place."""
     prompt_node: ChainNode | None
     """The node at the end of `prompt`; None if `prompt` is empty."""
 
