@@ -117,8 +117,8 @@ async def probe(
     """Compare the engine's log-probabilities of ids[1:] with the trainer's: `logprobs` (now) and `last_logprobs` (at
     the last sync).
 
-    `noise` is the mean difference at the first sync. Then both have the same weights, and only compute differently.
-    Raises TrainingError if the engine does not have the trainer's weights.
+    `noise` is the mean difference at the first sync, when engine and trainer have the same weights and only compute
+    differently. Raises TrainingError if the engine does not have the trainer's weights.
     """
     try:
         async with asyncio.timeout(REQUEST_SECONDS):
