@@ -49,9 +49,9 @@ NOT_EXPORTED = frozenset(
         *("conversations", "conversation_items", "provider_ids"),
     }
 )
-"""Tables that concern one database only: its queue, deliveries, keys and calls in progress. Also the tables by which a
-client with a session's key continues stored conversations and responses, because an archive contains no keys. Calls
-are exported with whole messages."""
+"""Tables that concern one database only: its queue, deliveries, keys and calls in progress, and the tables with which
+clients continue stored conversations and responses. A client needs a session's key for this, and an archive contains no
+keys. Nothing is missing in an archive, because its calls have whole messages."""
 CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},
@@ -308,7 +308,8 @@ def _order_nodes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _move_files(source: Path, target: Path, hashes: set[str]) -> int:
     """Move the checked files into the store, unless they are there. Return how many were moved.
 
-    They are named by their content, so a file whose rows are rolled back afterwards does no harm."""
+    If the rows of a file are rolled back afterwards, the file does no harm, because its name is the hash of its
+    content."""
     moved = 0
     try:
         for sha256 in sorted(hashes):
