@@ -8,9 +8,9 @@ Promises:
 
 * A call is joined only to calls of its own session.
 * A history is complete if each id was found and each answer could be read. A conversation is found only if Polar passed
-  on the request that created the conversation, and no request that only adds or deletes its items
-  (`ConversationRoutes`). A stored prompt (`prompt`) is never found, so a body that names a prompt has no complete
-  history.
+  on the request that created the conversation. After a request to add or delete items (`ConversationRoutes`), the
+  conversation is not found any more. A stored prompt (`prompt`) is never found, so a body that names a prompt has no
+  complete history.
 * If the store fails, the history is incomplete, and the request is passed on.
 """
 
