@@ -230,8 +230,8 @@ class _Transfer:
     async def check_sessions(self) -> None:
         """Refuse the archive if a new session belongs to a rollout that was stored before the import.
 
-        Call this after the import of the rollouts. `_check_owners` checks sessions before that, when the new rollouts
-        are not known yet.
+        Call this after the import of the rollouts. `_check_owners` cannot check sessions, because they are imported
+        before the rollouts.
         """
         s, r = schema.sessions.c, schema.rollouts.c
         new = sorted(self._new["sessions"])
