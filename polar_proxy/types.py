@@ -418,7 +418,7 @@ class CallRecord:
     hooks: Json | None = None
     """Changes by hooks. `request`: the changed parts, as the model saw them. `answer`: the answer before its change."""
     conversation: ConversationTurn | None = None
-    """Items that committing the record adds to a conversation; None in a record that is read back."""
+    """Items that are added to a conversation when the record is committed; None in a record that is read back."""
 
     @property
     def prompt_tokens(self) -> int:
