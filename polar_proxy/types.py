@@ -150,8 +150,8 @@ class Sampling:
     repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """True if the client asks for log-probabilities, so `SampleEvent.tokens` is set. Recording does not depend on
-    it."""
+    """True if the client asks for log-probabilities. The engine then sets `SampleEvent.tokens`. Log-probabilities are
+    recorded in any case."""
     top_logprobs: int = 0
     """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
 
@@ -326,8 +326,8 @@ class Choice:
     token_ids: TokenIds
     logprobs: Logprobs
     versions: tuple[tuple[int, str], ...] = ()
-    """(first position, policy version) of each run of tokens, if the weights changed during sampling. Empty if the
-    call's `weight_version` holds for all tokens."""
+    """If the weights changed during sampling: (position, policy version) of the first token that each version sampled.
+    Empty if the call's `weight_version` holds for all tokens."""
     reasoning_tokens: int | None = None
     """Number of tokens up to the end of the reasoning, if that is known."""
     provider_turn: ProviderTurn | None = None
@@ -418,7 +418,7 @@ class CallRecord:
     hooks: Json | None = None
     """Changes by hooks. `request`: the changed parts, as the model saw them. `answer`: the answer before its change."""
     conversation: ConversationTurn | None = None
-    """Items that committing the record adds to a conversation; None in a record that is read back."""
+    """Items that are added to a conversation when the record is committed; None in a record that is read back."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -440,8 +440,8 @@ SpanKind = Literal["context", "sampled"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The origin of a run of a trace's tokens: tokens [start, end) of a call's prompt (kind `context`), or of its
-    answer number `choice` (kind `sampled`)."""
+    """The origin of consecutive tokens of a trace: tokens [start, end) of a call's prompt (kind `context`), or of the
+    call's answer number `choice` (kind `sampled`)."""
 
     kind: SpanKind
     call_id: str
@@ -461,7 +461,7 @@ class AnswerSampling(NamedTuple):
     """`processed`: the log-probabilities are those of the sampled distribution. `raw`: they are those of the model's
     own distribution at temperature 1, without `changes`."""
     versions: tuple[tuple[int, str | None], ...]
-    """(first position within the answer, policy version) of each run of its tokens, from position 0 on."""
+    """(position in the answer, policy version) of the first token that each version sampled, from position 0 on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class SandboxSpec:
     """Names that resolve to 127.0.0.1 inside. If there are any, `listen` can also use port HTTPS_PORT."""
 
     def check(self) -> None:
-        """Raise `SandboxError` for a mount or folder that is invalid or missing, before anything is started."""
+        """Raise `SandboxError` if a folder or mount is invalid, or a mount's source is missing. Starts nothing."""
         for folder in (*self.folders, *([self.workdir] if self.workdir else [])):
             if not posixpath.isabs(folder) or posixpath.normpath(folder) == "/":
                 raise SandboxError(f"a folder of a sandbox must be absolute and not /: {folder!r}")

@@ -1,4 +1,4 @@
-"""The system calls that a sandbox refuses: those that reach the kernel's rarely used parts and that no agent needs.
+"""The system calls that a sandbox refuses, because they reach rarely used parts of the kernel and no agent needs them.
 
 The same list becomes a BPF program (bubblewrap; see seccomp(2)) and a profile of the Docker engine.
 

@@ -83,7 +83,8 @@ def grpo(
         str | None, typer.Option(help="Name of the advantage function (docs/reference/algorithms.md).")
     ] = None,
     max_async_steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps by which rollouts may be ahead of training; 0: synchronous.")
+        int | None,
+        typer.Option(min=0, help="Number of next steps whose rollouts begin early; 0: synchronous."),
     ] = None,
     eval_every: Annotated[
         int | None, typer.Option(min=0, help="Evaluate on held-out tasks every N steps; 0: never.")

@@ -1,4 +1,4 @@
-"""The session of a request: by its API key, by the key in its path, or by its connection."""
+"""Finds the session of a request, by the request's API key, by the key in its path, or by its connection."""
 
 from __future__ import annotations
 

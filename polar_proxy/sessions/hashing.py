@@ -28,8 +28,8 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""Maximum number of messages that are merged to compute a key within an assistant turn, as if the conversation ended
-there. Merging after every message of a long turn would take quadratic time."""
+"""A key within an assistant turn is the key of a conversation that ends there, so the turn's messages up to there are
+merged. After this many messages the keys are only chained, because merging for every key would take quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""

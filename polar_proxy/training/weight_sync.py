@@ -117,8 +117,8 @@ async def probe(
     """Compare the engine's log-probabilities of ids[1:] with the trainer's: `logprobs` (now) and `last_logprobs` (at
     the last sync).
 
-    `noise` is the mean difference at the first sync. Then both have the same weights, and only compute differently.
-    Raises TrainingError if the engine does not have the trainer's weights.
+    `noise` is the mean difference at the first sync, when engine and trainer have the same weights and only compute
+    differently. Raises TrainingError if the engine does not have the trainer's weights.
     """
     try:
         async with asyncio.timeout(REQUEST_SECONDS):
@@ -378,9 +378,9 @@ async def request(
 
 
 def with_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights; a tied output head is also listed under its own name.
+    """Return the weights, and a tied output head also under a name of its own.
 
-    Servers with a separate head need it; others skip it.
+    Servers with a separate head need this entry; other servers skip it.
     """
     if HEAD in weights or EMBEDDING not in weights:
         return dict(weights)

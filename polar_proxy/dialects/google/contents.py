@@ -8,7 +8,7 @@
   Without an id, it answers a call of the model's last turn: the first call of the same name that has no result yet. The
   text of the tool message is the string in `output` or `result` if `response` has no other field, else the JSON of
   `response` (an `error` keeps its key, so that the model sees the failure).
-* A `functionResponse` inside a `model` content ends the assistant message before it; a new one begins after it.
+* A `functionResponse` inside a `model` content ends an assistant message. Another assistant message begins after it.
 * The tool results of a content come first, directly after the tool calls; its other parts (images, text) follow as a
   user message.
 * A repeated result is dropped (Gemini CLI repeats results when it resumes). A second result for one id with different

@@ -61,8 +61,8 @@ class BodyReader:
     """Splits a response body (server-sent events, Amazon's event stream or JSON) into JSON objects as it arrives."""
 
     def __init__(self, headers: dict[bytes, bytes], host: str) -> None:
-        """`headers`: the headers of the response, with names in lower case. A compressed body is not read: it gives no
-        objects."""
+        """`headers`: the headers of the response, with names in lower case. A compressed body is not read, so `feed`
+        returns no objects."""
         content_type = headers.get(b"content-type", b"").decode("latin-1")
         self._lines = SseDecoder(host) if content_type.startswith(EVENT_STREAM) else None
         self._frames = content_type.startswith(AWS_EVENT_STREAM)

@@ -96,9 +96,9 @@ class ParserProcess:
     ) -> list[Parsers]:
         """Return the pairs of parsers that parse each sample answer into the result that the sample names.
 
-        Only the pairs `parsers` are tried, in their order. If `parsers` is None, every pair that vLLM has is tried:
-        first those without a reasoning parser, then the others. Within both groups, the pairs are ordered by how much
-        the two names resemble the model type and each other.
+        The pairs in `parsers` are tried in this order. If `parsers` is None, every pair that vLLM has is tried: first
+        the pairs without a reasoning parser, then the others. In each of the two groups, the pairs are ordered by how
+        much the two names resemble the model type and each other.
         """
         await self.ensure_started()
         line = {"op": "match", "request": request, "samples": list(samples), "parsers": parsers}

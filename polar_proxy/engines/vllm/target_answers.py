@@ -146,10 +146,10 @@ def after_reasoning(ids: Sequence[int], end_of_reasoning: int | None) -> tuple[i
 def forcing_fields(target: TargetAnswer, end_of_reasoning: int | None, unwanted: Sequence[int]) -> Json:
     """Return the fields of a chat request that make the server sample this answer.
 
-    The grammar also allows a random text after the answer, only to make each grammar unique: if two grammars differ
-    only in token ids, xgrammar 0.2.8 (vLLM 0.32) confuses them, and forces the tokens of the earlier grammar. The
-    random text begins with UNWANTED. The ids of UNWANTED (`unwanted`) are made unlikely, so that the random text is not
-    sampled.
+    If two grammars differ only in token ids, xgrammar 0.2.8 (vLLM 0.32) confuses them, and forces the tokens of the
+    earlier grammar. Therefore the grammar allows a random text after the answer, which makes the grammar unique. The
+    random text begins with UNWANTED. A bias against the token ids `unwanted` of UNWANTED keeps the server from sampling
+    the random text.
     """
     ids = after_reasoning(target.ids, end_of_reasoning)
     biases = dict.fromkeys(unwanted, -100) | ({} if end_of_reasoning is None else {end_of_reasoning: 100})

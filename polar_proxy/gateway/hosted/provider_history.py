@@ -8,9 +8,9 @@ Promises:
 
 * A call is joined only to calls of its own session.
 * A history is complete if each id was found and each answer could be read. A conversation is found only if Polar passed
-  on the request that created the conversation, and no request that only adds or deletes its items
-  (`ConversationRoutes`). A stored prompt (`prompt`) is never found, so a body that names a prompt has no complete
-  history.
+  on the request that created the conversation. After a request to add or delete items (`ConversationRoutes`), the
+  conversation is not found any more. A stored prompt (`prompt`) is never found, so a body that names a prompt has no
+  complete history.
 * If the store fails, the history is incomplete, and the request is passed on.
 """
 
@@ -85,7 +85,7 @@ class ProviderHistory:
     calls: Mapping[str, ReferencedCall] = field(default_factory=dict)
 
     def write_out(self, body: Json) -> Json:
-        """Return a body with the history before its own input. Raises RequestError for an unknown item."""
+        """Return `body` with the history inserted before its input. Raises RequestError for an unknown item."""
         if not (self.calls or self.created):
             return body
         own = input_items(body.get("input"))
@@ -155,7 +155,7 @@ class ProviderHistories:
         return None if row is None else await self._run(kept.items, conversation)
 
     async def _own_ids(self, session_id: str, wanted: frozenset[str]) -> dict[str, tuple[str, str]]:
-        """Return (call id, Polar's id of the item) by the provider's id of the item. Unrecorded ids are left out."""
+        """Return provider's id of an item -> (call id, Polar's id of the item), for the recorded items in `wanted`."""
         recorded = await self._run(self._store.calls.find_items, session_id, wanted) if wanted else {}
         found = {}
         for identity, (call_id, place) in recorded.items():

@@ -49,9 +49,9 @@ NOT_EXPORTED = frozenset(
         *("conversations", "conversation_items", "provider_ids"),
     }
 )
-"""Tables that concern one database only: its queue, deliveries, keys and calls in progress. Also the tables by which a
-client with a session's key continues stored conversations and responses, because an archive contains no keys. Calls
-are exported with whole messages."""
+"""Tables that concern one database only: its queue, deliveries, keys and calls in progress, and the tables with which
+clients continue stored conversations and responses. A client needs a session's key for this, and an archive contains no
+keys. Nothing is missing in an archive, because its calls have whole messages."""
 CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},
@@ -63,7 +63,8 @@ CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
         "owner_pid": None,
     },
 }
-"""table -> column -> value that replaces the column's own value in an archive, and again at the import."""
+"""table -> column -> a value that replaces the stored value. It is replaced when an archive is written, and again when
+the archive is imported."""
 _NOT_COMPARED: dict[str, frozenset[str]] = {"nodes": frozenset({"data"}), "tasks": frozenset({"created_at"})}
 """Columns that imports do not compare: equal content may be packed differently, and equal tasks may have been stored at
 different times."""
@@ -229,8 +230,8 @@ class _Transfer:
     async def check_sessions(self) -> None:
         """Refuse the archive if a new session belongs to a rollout that was stored before the import.
 
-        Call this after the import of the rollouts. `_check_owners` checks sessions before that, when the new rollouts
-        are not known yet.
+        Call this after the import of the rollouts. `_check_owners` cannot check sessions, because they are imported
+        before the rollouts.
         """
         s, r = schema.sessions.c, schema.rollouts.c
         new = sorted(self._new["sessions"])
@@ -307,7 +308,8 @@ def _order_nodes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _move_files(source: Path, target: Path, hashes: set[str]) -> int:
     """Move the checked files into the store, unless they are there. Return how many were moved.
 
-    They are named by their content, so a file whose rows are rolled back afterwards does no harm."""
+    If the rows of a file are rolled back afterwards, the file does no harm, because its name is the hash of its
+    content."""
     moved = 0
     try:
         for sha256 in sorted(hashes):

@@ -80,7 +80,7 @@ async def _check_calls(connection: AsyncConnection, seen: set[bytes], progress: 
 
 
 async def _check_other_nodes(connection: AsyncConnection, seen: set[bytes], progress: ProgressCallback) -> Faults:
-    """Check the nodes that belong to no call. They come from rescores, or `polar db vacuum` would remove them."""
+    """Check the nodes that belong to no call: nodes of rescores, and unused nodes that no vacuum has removed yet."""
     n = schema.nodes.c
     last, done = b"", 0
     total = await connection.scalar(select(func.count()).select_from(schema.nodes)) or 0

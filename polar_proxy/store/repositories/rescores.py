@@ -37,7 +37,7 @@ class Rescore:
     """The tokens and log-probabilities that `engine` computed for one answer.
 
     `prompt_ids`: int32 [m], `token_ids`: int32 [n]. `logprobs`: float32 [n], in nats, from the model's own
-    distribution: of each token, given the prompt and the tokens of the answer before it (teacher forcing).
+    distribution of each token, given the prompt and the answer's earlier tokens (teacher forcing).
     """
 
     call_id: str

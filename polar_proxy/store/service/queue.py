@@ -312,8 +312,8 @@ def _job_may_start(now: float) -> ColumnElement[bool]:
 
 
 def cancel_rollouts(connection: Connection, which: ColumnElement[bool], now: float) -> list[str]:
-    """Cancel the unclaimed rollouts that meet `which`. Ask workers to end the claimed ones, and return the ids of the
-    claimed ones."""
+    """Cancel the unclaimed rollouts that meet `which`. Ask workers to end the claimed rollouts, and return the ids of
+    the claimed rollouts."""
     rows = connection.execute(select(_r.rollout_id, _r.status, _r.claimed_by).where(which, ~_final)).all()
     unclaimed = [row for row in rows if row.claimed_by is None]
     for row in unclaimed:

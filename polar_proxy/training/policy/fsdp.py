@@ -46,7 +46,7 @@ from polar_proxy.training.policy.tree import Ids, build_tree
 from polar_proxy.training.step_stats import StepAccumulator, StepStats
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""A process that is later than this in a collective operation counts as dead."""
+"""If a process does not join a collective operation within this time, the process counts as dead."""
 
 T = TypeVar("T")
 
