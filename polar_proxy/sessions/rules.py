@@ -16,7 +16,7 @@ from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.types import Message
 
 _SEARCHED_CHARS = 4000
-"""Number of characters at the beginning, and at the end, of a text that are searched for a rule's pattern."""
+"""A rule's pattern is searched in this many characters at the beginning of a text, and in as many at its end."""
 
 
 @dataclass(frozen=True, slots=True)
