@@ -68,7 +68,7 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 
     @pages.get("/view/artifacts/{artifact_id}")
     async def artifact(artifact_id: str) -> Response:
-        """Return a stored file as text. It is never HTML, whatever an agent wrote into it."""
+        """Return a stored file. It is always sent as plain text, even if an agent wrote HTML into it."""
         row = await require("artifact", artifact_id, store.artifacts.get(artifact_id))
         return FileResponse(row.path, media_type="text/plain; charset=utf-8")
 
