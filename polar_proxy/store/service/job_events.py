@@ -246,9 +246,9 @@ class CallbackRepository(Repository):
 def _merge(rollout_page: _Page, job_page: _Page) -> Iterator[Row[Any]]:
     """Merge the rows of two pages by time.
 
-    The merge stops after the last row of a page whose table may have more rows: the next of those rows may come before
-    the rows that are left in the other page. At equal times, rollout events come after the opening of the job. They
-    come before the end of the job, because they cause it.
+    When one page is used up, its table may have more rows. They could be earlier than the rest of the other page, so
+    the merge stops there and leaves that rest out. At equal times, rollout events come after the opening of the job.
+    They come before the end of the job, because they cause it.
     """
     of_rollouts, of_jobs = deque(rollout_page.rows), deque(job_page.rows)
     while of_rollouts and of_jobs:
