@@ -203,7 +203,7 @@ def _head(file: ArtifactRow) -> str:
 
 
 def _tail(file: ArtifactRow) -> tuple[str, bool]:
-    """Return the last bytes of a log, which contain its result, and whether earlier bytes are left out."""
+    """Return the end of a log, because the result is there. Also return whether earlier bytes are left out."""
     with file.path.open("rb") as content:
         content.seek(max(0, file.bytes - _SHOWN_BYTES))
         return content.read().decode(errors="replace"), file.bytes > _SHOWN_BYTES
