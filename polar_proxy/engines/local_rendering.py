@@ -47,8 +47,8 @@ _CONVERSATION = (
     Message("assistant", "It is 1 2 3.", reasoning="I see."),
     Message("user", "Again."),
 )
-"""A test conversation. At the start, its first two, four and six messages are rendered here and by the server, and the
-results are compared. If the template refuses one of them here, the server must refuse it too."""
+"""A test conversation of six messages. At the start, its first two, its first four and all six are rendered here and by
+the server. The results must be equal. A rendering that the template refuses here must also fail at the server."""
 
 Rendering = TypeVar("Rendering", list[int], str)
 Render = Callable[..., Awaitable[Rendering]]
