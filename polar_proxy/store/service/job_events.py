@@ -119,10 +119,10 @@ class JobEventRepository(Repository):
         return await self._position(func.max, job_id)
 
     async def _position(self, pick: Callable[..., Any], job_id: str | None) -> EventCursor:
-        """Return the numbers of the first (`pick` = min) or last (max) rollout event and job event, as a cursor.
+        """Return a cursor with the number of one rollout event and of one job event.
 
-        Only the events of this job count; if `job_id` is None, the events of all jobs. A number is 0 if there is no
-        such event.
+        `pick`: min for the first event of each kind, max for the last. Only the events of this job count; if `job_id`
+        is None, the events of all jobs. A number is 0 if there is no such event.
         """
         rollout_query, job_query = select(pick(_e.event_id)), select(pick(_je.job_event_id))
         if job_id is not None:
