@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MKFS_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 PAUSE_SECONDS = 1.0
 WALK_SHARE = 20
-"""The watcher's pause after measuring the folders is at least this many times as long as the measurement took."""
+"""The watcher measures the folders, then pauses. The pause lasts at least this many times as long as the measuring."""
 
 
 @dataclass

@@ -258,8 +258,8 @@ class CommandStream:
     async def _wait_until_silent(self, reader: asyncio.Future[None]) -> None:
         """Wait until the stream ends, or is silent for two intervals.
 
-        One interval is not enough: if this process was suspended, output that arrived meanwhile is read only after one
-        interval.
+        One interval is not enough. If this process was suspended, the interval may end before the output that arrived
+        meanwhile is read.
         """
         silent = 0
         while silent < 2 and not reader.done():

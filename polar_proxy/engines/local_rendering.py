@@ -47,8 +47,8 @@ _CONVERSATION = (
     Message("assistant", "It is 1 2 3.", reasoning="I see."),
     Message("user", "Again."),
 )
-"""A test conversation. At the start, its first two, four and six messages are rendered here and by the server, and the
-results are compared. If the template refuses one of them here, the server must refuse it too."""
+"""A test conversation of six messages. At the start, its first two, its first four and all six are rendered here and by
+the server. The results must be equal. A rendering that the template refuses here must also fail at the server."""
 
 Rendering = TypeVar("Rendering", list[int], str)
 Render = Callable[..., Awaitable[Rendering]]
@@ -103,8 +103,8 @@ class LocalRenderer(Generic[Rendering]):
     async def matches_server(self, requests: Sequence[ChatRequest]) -> bool:
         """Return whether this process renders these requests as the server does.
 
-        The result is that of an earlier comparison with the last request's tools and template options. Without such a
-        comparison, the last request is compared now. A conversation with an unusual role never matches.
+        Only the last request is compared, because all have the same tools and template options. If these were compared
+        before, that earlier result is returned. A conversation with an unusual role never matches.
         """
         if not all(message.role in _ROLES for request in requests for message in request.messages):
             return False

@@ -35,7 +35,7 @@ class ExportProcesses:
         self._running: set[_ExportProcess] = set()
         self._slots = asyncio.Semaphore(at_once)
         self._session_lock = asyncio.Lock()
-        """An export holds this lock while it has a whole session in memory, so only one has a session at a time."""
+        """An export holds this lock while a whole session is in its memory, so only one session is loaded at a time."""
 
     async def __aenter__(self) -> Self:
         return self

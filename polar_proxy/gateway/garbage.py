@@ -39,7 +39,8 @@ class GarbageCollection:
         """`idle` returns whether no request is being answered.
 
         All times are in seconds. `step`: the time from one small collection to the next. `pause`: the shortest time
-        between two full collections. After `longest`, a full collection runs although requests are being answered.
+        between two full collections. `longest`: the time after a full collection at which the next one runs even if
+        requests are being answered.
         """
         self._idle = idle
         self._step = step

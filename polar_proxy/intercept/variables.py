@@ -19,9 +19,9 @@ _REPLACING = (
     "CARGO_HTTP_CAINFO",
     "NIX_SSL_CERT_FILE",
 )
-"""Variables that name a file in place of the system's certificates."""
+"""Variables that name a file of certificates. Programs use this file instead of the system's certificates."""
 _ADDING = ("NODE_EXTRA_CA_CERTS", "DENO_CERT")
-"""Variables that name a file of further certificates."""
+"""Variables that name a file of certificates. Programs trust these in addition to their usual certificates."""
 
 
 def trust_variables(authority: CertificateAuthority) -> dict[str, str]:

@@ -16,7 +16,7 @@ from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.types import Message
 
 _SEARCHED_CHARS = 4000
-"""Number of characters at the beginning, and at the end, of a text that are searched for a rule's pattern."""
+"""A rule's pattern is searched in this many characters at the beginning of a text, and in as many at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Rule:
     """Pattern in one of the first three user messages; only the first eight messages are examined. More than one user
     message is searched, because a summary may follow the user's own messages."""
     last: str | None = None
-    """Pattern in the newest message, if it is a user message. Two kinds of rules differ: CONTINUATIONS search
-    the user messages among the first three new messages, MASKED search the changed tool outputs."""
+    """Pattern in the newest message, if it is a user message. Rules in CONTINUATIONS search the user messages among the
+    first three new messages instead. Rules in MASKED search the changed tool outputs instead."""
     tools: bool | None = None
     """Whether the request has tools."""
     request_kind: str | None = None

@@ -301,7 +301,8 @@ class Database:
 
         If a write of this process ended in the last second, nothing is written (for SQLite, only the free space is
         checked). Under load, the probe may time out or not get SQLite's lock, because this process's own writes hold
-        the lock most of the time. If one of them ended during the probe, or is still running, no error is raised.
+        the lock most of the time. This is no error if a write of this process ended during the probe or is running,
+        unless that write is stuck.
         """
         began = time.monotonic()
         try:
@@ -465,7 +466,7 @@ def _is_data_error(error: BaseException | None) -> bool:
 
 
 def is_unavailable(error: BaseException | None) -> bool:
-    """Return whether the error means that the server cannot be reached, or disconnected during the operation."""
+    """Return whether the error means that the server cannot be reached, or that the connection to it was lost."""
     return any(
         (isinstance(cause, DBAPIError) and cause.connection_invalidated)
         or isinstance(cause, OSError)

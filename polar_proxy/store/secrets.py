@@ -50,9 +50,9 @@ _DIGIT = re.compile(r"\d")
 class SecretForm(NamedTuple):
     """A form of secrets that is recognised in text.
 
-    A search takes time linear in the length of the text, for any text. To ensure this, some patterns also match text
-    that only begins like a secret, because text that was matched is not scanned a second time. `replacement` leaves
-    such a match unchanged.
+    The time of a search grows only linearly with the length of the text. For this, no text may be scanned twice.
+    Matched text is not scanned again, so some patterns also match text that only begins like a secret. `replacement`
+    leaves such a match unchanged.
     """
 
     name: str
@@ -117,7 +117,7 @@ FORMS = (
 """The forms of all secrets except private keys, which have several lines."""
 _PIECE = 1 << 16
 _CUT = re.compile(r"(?<!earer)(?<!asic)(?<!\s)\s", re.IGNORECASE)
-"""White space before which a long text may be cut, because no match of `FORMS` contains it."""
+"""White space that is in no secret of `FORMS`. A long text may be cut before such white space."""
 
 
 def without_secrets(text: str) -> str:

@@ -226,11 +226,11 @@ def explain_drift(
     reasoning: Sequence[str] = (),
     tools: ToolsChange = "same",
 ) -> tuple[DriftCause, ...]:
-    """Return why a prompt with the text `actual` does not begin with `context` (the base's prompt) plus `answer`.
+    """Return why the prompt `actual` does not continue the tokens of its base, whose prompt is `context`.
 
-    The tokens are known to differ. `reasoning` are the thoughts of the answers so far, for templates that write them
-    without `<think>` tags; `tools` is how the offered tools changed. Several causes are returned only if all of them
-    are needed to explain the difference.
+    All three are texts; `answer` is the base's answer. The tokens are known to differ. `reasoning`: the thoughts of
+    the answers so far, for templates that write them without `<think>` tags. `tools`: how the offered tools changed.
+    Several causes are returned only if all of them are needed to explain the difference.
     """
     expected = context + answer
     if actual.startswith(expected):

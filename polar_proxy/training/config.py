@@ -134,8 +134,9 @@ class GrpoConfig(BaseModel):
     """Source of the proximal log-probabilities, which the losses decoupled, tis and icepop use. sampler: the trainer
     computes them with the weights that sampled the token; older weights are read from the run's checkpoints (one more
     forward pass for each older version). start: the trainer computes them with the weights before the step. recorded:
-    the engine reported them when it sampled the token. interpolated: a weighted mean of start and recorded, with more
-    of start for staler tokens, but only start for tokens that the newest weights sampled (A-3PO, arXiv 2512.06547)."""
+    the engine reported them when it sampled the token. interpolated: a weighted mean of recorded and start. The weight
+    of recorded is 1/n for a token that is n versions old, and 0 for a token of the newest version (A-3PO, arXiv
+    2512.06547)."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL divergence from the reference model. 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

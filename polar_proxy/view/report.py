@@ -1,6 +1,6 @@
 """A run as one HTML file that needs no server: the page of the run, each call of its tree, and its tokens in colour.
 
-The file has no scripts and no links, loads nothing, and the secrets that `store.secrets` knows are removed from it.
+The file has no scripts and no links, and loads nothing. The secrets that `store.secrets` knows are removed.
 """
 
 from __future__ import annotations

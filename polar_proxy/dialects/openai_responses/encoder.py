@@ -44,7 +44,8 @@ _STREAMED_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
 
 
 class _TextNames(NamedTuple):
-    """Names that the events of a text use for the text, for its part, and for the field with the part's index."""
+    """Names in the events that stream a message or reasoning. `text` and `part` are in the types of the events;
+    `part_index` is the field that holds the index of the part."""
 
     text: str
     part: str

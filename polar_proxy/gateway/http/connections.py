@@ -14,9 +14,9 @@ from polar_proxy.config import GatewayLimits
 from polar_proxy.errors import RequestError
 
 _SLICE_BYTES, _SLICE_PIECES = 1024, 64
-"""Size in bytes of the slices in which received bytes are parsed, and approximate maximum number of pieces of content
-(parts of a body, or frames of a WebSocket) that are parsed in one turn of the event loop. The rest waits for later
-turns, so that other connections get their turns."""
+"""Received bytes are parsed in slices of `_SLICE_BYTES`. One turn of the event loop parses about `_SLICE_PIECES` pieces
+of content (parts of a body, or frames of a WebSocket). The rest waits for later turns, so that other connections get
+their turns."""
 _NOTHING = memoryview(b"")
 
 

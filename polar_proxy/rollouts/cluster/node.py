@@ -51,7 +51,7 @@ SCORING_RESOURCE = "polar_scoring"
 scores."""
 
 SANDBOX_BYTES = 4 << 30
-"""Memory in bytes that is counted for each agent in a node's capacity, whatever the agent's task needs."""
+"""Memory of one agent in bytes, from which a node's capacity is computed. Its task may need more or less."""
 
 
 # ---------------------------------------------------------------- capacity

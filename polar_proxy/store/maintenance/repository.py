@@ -254,7 +254,7 @@ class MaintenanceRepository(Repository):
     async def _delete_unused(
         self, key: Column[Any], users: Sequence[Column[Any]], keys: Sequence[bytes] | None = None
     ) -> list[bytes | None]:
-        """Delete unused rows. Returns the parents of deleted nodes, or the keys of other deleted rows."""
+        """Delete the unused rows of the table of `key`. Returns their keys; for nodes, the parents' ids instead."""
         statement = delete(key.table).where(*_unused(key, users))
         if keys is not None:
             statement = statement.where(key.in_(keys))

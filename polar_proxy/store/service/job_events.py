@@ -119,10 +119,10 @@ class JobEventRepository(Repository):
         return await self._position(func.max, job_id)
 
     async def _position(self, pick: Callable[..., Any], job_id: str | None) -> EventCursor:
-        """Return the numbers of the first (`pick` = min) or last (max) rollout event and job event, as a cursor.
+        """Return a cursor with the number of one rollout event and of one job event.
 
-        Only the events of this job count; if `job_id` is None, the events of all jobs. A number is 0 if there is no
-        such event.
+        `pick`: min for the first event of each kind, max for the last. Only the events of this job count; if `job_id`
+        is None, the events of all jobs. A number is 0 if there is no such event.
         """
         rollout_query, job_query = select(pick(_e.event_id)), select(pick(_je.job_event_id))
         if job_id is not None:
@@ -246,9 +246,9 @@ class CallbackRepository(Repository):
 def _merge(rollout_page: _Page, job_page: _Page) -> Iterator[Row[Any]]:
     """Merge the rows of two pages by time.
 
-    The merge stops after the last row of a page whose table may have more rows: the next of those rows may come before
-    the rows that are left in the other page. At equal times, rollout events come after the opening of the job. They
-    come before the end of the job, because they cause it.
+    When one page is used up, its table may have more rows. They could be earlier than the rest of the other page, so
+    the merge stops there and leaves that rest out. At equal times, rollout events come after the opening of the job.
+    They come before the end of the job, because they cause it.
     """
     of_rollouts, of_jobs = deque(rollout_page.rows), deque(job_page.rows)
     while of_rollouts and of_jobs:

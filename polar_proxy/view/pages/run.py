@@ -68,7 +68,7 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 
     @pages.get("/view/artifacts/{artifact_id}")
     async def artifact(artifact_id: str) -> Response:
-        """Return a stored file as text. It is never HTML, whatever an agent wrote into it."""
+        """Return a stored file. It is always sent as plain text, even if an agent wrote HTML into it."""
         row = await require("artifact", artifact_id, store.artifacts.get(artifact_id))
         return FileResponse(row.path, media_type="text/plain; charset=utf-8")
 
@@ -203,7 +203,7 @@ def _head(file: ArtifactRow) -> str:
 
 
 def _tail(file: ArtifactRow) -> tuple[str, bool]:
-    """Return the last bytes of a log, which contain its result, and whether earlier bytes are left out."""
+    """Return the end of a log, because the result is there. Also return whether earlier bytes are left out."""
     with file.path.open("rb") as content:
         content.seek(max(0, file.bytes - _SHOWN_BYTES))
         return content.read().decode(errors="replace"), file.bytes > _SHOWN_BYTES
