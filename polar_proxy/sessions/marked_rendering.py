@@ -91,7 +91,8 @@ class Marking(NamedTuple):
     before_answers: bool
     """Put a mark before the text of answers, too. There is always a mark after the text of an answer."""
     empty_answers: bool
-    """Put a mark into each answer without text, too. If the template shows no tool calls, their marks are lost."""
+    """Put a mark into each answer without text, too. Otherwise only the tool calls of such an answer have marks, and
+    these are lost if the template shows no tool calls."""
 
 
 MARKINGS = tuple(

@@ -66,7 +66,7 @@ class SessionSummary:
     prompt_tokens: int
     completion_tokens: int
     price_usd: float | None
-    """Sum of the known prices of its calls in US dollars; None if none is known."""
+    """Sum of the known prices of the session's calls, in US dollars; None if no price is known."""
     last_call_at: float | None
     reward: float | None
     """The newest reward of a session without a rollout."""

@@ -322,7 +322,8 @@ class Learner:
         return pack_trees(sequences, self._config.max_tokens_per_microbatch)
 
     def _join_other_processes(self, model: Any) -> None:
-        """Run empty passes until every process has done its own passes: FSDP computes only in all processes at once."""
+        """Run empty passes until the other processes have done their passes, too. With FSDP, a pass needs all
+        processes at once."""
 
     def _gather(self, own: StepAccumulator) -> list[StepAccumulator]:
         """Return the accumulators of all processes."""
