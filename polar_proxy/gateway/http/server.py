@@ -238,7 +238,7 @@ class Gateway:
         return budget.spent
 
     def refusal(self, session_id: str) -> str | None:
-        """Return why a session's last call could not be recorded; such a call is refused or broken off. Return None if
+        """Return why a session's last call was refused or broken off because it could not be recorded. Return None if
         the call was recorded or needs no record (`record_required`), or if the session is not in memory."""
         return self.sessions.refusal(session_id)
 

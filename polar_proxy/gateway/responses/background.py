@@ -2,8 +2,8 @@
 
 Promises:
 
-* A background call is answered and recorded like any other. It does not end with its client's connection, but when it
-  is answered or cancelled, or when its session or the gateway ends.
+* A background call is answered and recorded like any other. It goes on after its client has disconnected. It ends when
+  it is answered or cancelled, or when its session or the gateway ends.
 * While it runs, only the gateway that received it can find it. Afterwards it is found by its record.
 * `_MOST_RUNNING` limits the running calls of a session. The limit of connections does not limit these calls, because a
   call in the background needs no connection.

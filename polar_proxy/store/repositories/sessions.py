@@ -179,8 +179,8 @@ class SessionRepository(Repository):
     async def mark_unrecorded(self, mark: OutageMark) -> str:
         """Mark a session that lost a call as incomplete, and return the session's id.
 
-        A session that was opened while the database could not be written is stored first. If the database already has a
-        session with the same key, this stored session is marked, and its id is returned.
+        If the session is not stored yet, because it was opened during the outage, store it first. But if the database
+        already has a session with the same key, mark the session in the database and return its id.
         """
         session_id = mark.session_id
         if mark.key_hash is not None:
