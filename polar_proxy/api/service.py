@@ -201,8 +201,8 @@ async def read_service_state(context: ApiContext) -> m.ServiceState:
 async def _engine_state(engine: Engine, service: RolloutService | None = None) -> Json:
     """Return the state of an engine. An engine that does not respond is reported as unhealthy.
 
-    `service`: the rollout service that uses this engine. The load is the one that this service measured last, a few
-    seconds ago.
+    `service`: the rollout service that uses this engine. If given, the engine is not asked for its load: the state has
+    the load that the service measured last, a few seconds ago.
     """
     version: str | None = None
     load: EngineLoad | None = None

@@ -46,7 +46,7 @@ _QUERIES: Mapping[Followed, Sequence[Select[Any]]] = {
 
 
 class ChangeRepository(Repository):
-    """States of records. They are read from the database, because several processes may write to it."""
+    """Computes the states from the database, because several processes may write to the database."""
 
     async def state(self, followed: Followed, record_id: str) -> int:
         """Return the state of a record, or of the lists. States that different processes returned cannot be
