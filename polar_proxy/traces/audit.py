@@ -47,7 +47,7 @@ nearly certain, both values are near 0."""
 _MIN_INFORMATIVE = 16
 """Minimum number of tokens below `_INFORMATIVE_BELOW` for a conclusion about the mode."""
 _FITTING_SHARE = 0.95
-"""Share of the tokens below `_INFORMATIVE_BELOW` that must fit a mode."""
+"""Values count as raw or processed if at least this share of the tokens below `_INFORMATIVE_BELOW` fits that mode."""
 
 _Values = npt.NDArray[np.float64]
 
@@ -263,7 +263,8 @@ def _require_same_model(
         if comparable and template_hash != served:
             raise UsageError(
                 f"Traces of {model!r} were recorded with another chat template or tokenizer than the engine's: serve "
-                "the model with the same template and tokenizer as then. If only the template was edited, add --same-model."
+                "the model with the same template and tokenizer as then. If only the template was edited, add "
+                "--same-model."
             )
 
 
