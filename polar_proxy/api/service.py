@@ -105,9 +105,9 @@ def _worker(context: ApiContext) -> Worker:
 
 
 async def _pause_one(worker: Worker, seconds: float | None, wait_idle: float | None) -> None:
-    """Pause this server's worker; with `wait_idle`, wait up to that many seconds until no rollout runs.
+    """Pause this server's worker. If `wait_idle` is given, wait up to `wait_idle` seconds until no rollout runs.
 
-    If some still run then, undo the pause and raise ApiError `pause_timed_out`.
+    If rollouts still run after this time, undo the pause and raise ApiError `pause_timed_out`.
     """
     before = worker.paused_until
     worker.pause(seconds)
@@ -126,9 +126,9 @@ async def _pause_one(worker: Worker, seconds: float | None, wait_idle: float | N
 
 
 async def _pause_all(store: Store, seconds: float | None, wait_idle: float | None) -> None:
-    """Pause all servers; with `wait_idle`, wait up to that many seconds until no rollout runs.
+    """Pause all servers. If `wait_idle` is given, wait up to `wait_idle` seconds until no rollout runs.
 
-    If some still run then, undo the pause and raise ApiError `pause_timed_out`.
+    If rollouts still run after this time, undo the pause and raise ApiError `pause_timed_out`.
     """
     if wait_idle is not None and (left := await _pause_until_idle(store, wait_idle)):
         raise pause_timed_out(wait_idle, len(left))

@@ -268,13 +268,13 @@ def cut(text: str, messages: Sequence[Message], count: int, marker: Marker, stop
 
 
 def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker, opening: str | None = None) -> None:
-    """Check that the messages before the base's answer are still rendered as they were when this answer was sampled.
+    """Check that the messages before the base's answer are still rendered as they were when that answer was sampled.
 
     The base is the earlier call that a new request continues. `base`: the marked rendering of the base's prompt;
     `whole`: the marked rendering of the new request. The fixed texts before the base's answer must be equal in both
-    renderings, apart from IGNORED_DIFFERENCES. There is one exception: a fixed text also contains the beginning of the
-    answer after it, up to the answer's first mark. So the text may be longer in one rendering than in the other. The
-    last text in `base` contains no answer, so only its counterpart in `whole` may be longer.
+    renderings, apart from IGNORED_DIFFERENCES. There is one exception. A fixed text also contains the beginning of the
+    answer after it, up to the answer's first mark. So a fixed text may be longer in one rendering than in the other.
+    In `base`, no answer follows the last fixed text. So this text may be longer only in `whole`.
 
     `opening`: the text with which the template opened the base's answer. `whole` need not contain this text. Raises
     RenderingError if the renderings differ otherwise.

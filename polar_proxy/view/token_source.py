@@ -102,7 +102,8 @@ class TokenSources:
         return found
 
     async def _texts_of(self, context: ApiContext, engine: EngineInfo | None, ids: TokenIds) -> dict[str, str]:
-        """Return the text of each id. Keys are the ids as strings, as in JSON. Raises NoTextsError."""
+        """Return the text of each id. Keys are the ids as strings, as in JSON. Raises NoTextsError if the tokens cannot
+        be decoded."""
         model = "" if engine is None else f"{engine.engine} {engine.model}"
         wanted = np.unique(ids)
         unknown = np.array([one for one in wanted.tolist() if (model, one) not in self._texts], np.int32)
