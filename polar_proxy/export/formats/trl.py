@@ -180,9 +180,9 @@ def record(row: TrainingRow, numbers: IdNumbers) -> Json:
 class RecordedWorker:
     """A `rollout_worker` for AsyncGRPOTrainer (TRL's `RolloutWorkerProtocol`) that hands out recorded groups.
 
-    Rollouts that only count in the baseline are left out, as are groups whose rewards are all equal; `left_out` counts
-    their rows by reason. An error in the worker's thread, for example one raised by `groups`, is raised again by
-    `check_health`, which the trainer calls while it waits.
+    It leaves out rollouts that only count in the baseline, and groups whose rewards are all equal. `left_out` counts
+    the rows that were left out, by reason. If an error ends the worker's thread, such as an error of `groups`,
+    `check_health` raises the error again. The trainer calls `check_health` while it waits.
     """
 
     def __init__(
