@@ -154,8 +154,8 @@ class Worker:
     async def drain(self, timeout: float | None = None) -> list[str]:
         """Claim nothing new and wait for the rollouts in flight.
 
-        Return the rollouts that still run after `timeout` seconds. If some do, the worker goes back to its earlier
-        state: it claims again, or stays paused."""
+        Return the rollouts that still run after `timeout` seconds. If there are any, the worker goes back to its
+        earlier state: it claims again, or stays paused."""
         paused_until = self.paused_until
         self.pause()
         with contextlib.suppress(TimeoutError):

@@ -214,7 +214,7 @@ class MarkedRendering:
     stop: str
     """The stop token after the last answer; empty if there is none."""
     extents: dict[int, tuple[int, int]]
-    """Message index -> (beginning of the message's first mark, end of its last mark), positions in the rendering."""
+    """Message index -> (beginning of the message's first mark, end of its last mark), as positions in the rendering."""
     after: int
     """The position in the rendering at which the last fixed text begins."""
 

@@ -83,7 +83,7 @@ class BackgroundCalls:
             call.ended.set()
 
     def find(self, session: SessionState, call_id: str) -> BackgroundCall | None:
-        """Return a call of this session if it is running here."""
+        """Return a call of this session; None if the call is not running in this gateway."""
         call = self._running.get(call_id)
         return call if call is not None and call.session_id == session.session_id else None
 
