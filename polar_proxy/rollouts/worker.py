@@ -86,7 +86,7 @@ class Worker:
         self.paused_until = 0.0
         """Nothing is claimed before this time, in seconds since the epoch; infinity: until `resume`."""
         self.problem: str | None = None
-        """The problem that `refuse` was called with: until `resume`, nothing is claimed because of it. None without."""
+        """The problem given to `refuse`, because of which nothing is claimed until `resume`; None if there is none."""
         self._stopping = False
         self._claiming = False
 

@@ -198,7 +198,8 @@ class Gateway:
         calls that were lost or still run, or None. If a call still runs here, its client gets a 409 in place of the
         answer.
 
-        `timeout`: seconds to wait for this gateway. `timeout_elsewhere`: the same for the others; default: `timeout`.
+        `timeout`: seconds to wait for calls of this gateway. `timeout_elsewhere`: seconds to wait for calls of other
+        gateways; default: `timeout`.
         """
         lost_here, lost_elsewhere = None, None
         try:
