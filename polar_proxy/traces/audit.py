@@ -232,7 +232,7 @@ async def audit(
 
 
 def scored_temperature(sampling: AnswerSampling, rescored: bool) -> float:
-    """Return the temperature for the fresh log-probabilities with which the recorded ones of an answer are compared.
+    """Return the temperature at which fresh log-probabilities can be compared with the recorded ones of an answer.
     `rescored`: True if the log-probabilities of the trace were not recorded with the answers, but computed by an engine
     later, at temperature 1."""
     if rescored or sampling.logprob_mode == "raw" or sampling.changes:

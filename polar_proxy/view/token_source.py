@@ -1,7 +1,7 @@
 """The tokens of a trace or a call for the token view: a head with spans and findings, and chunks of tokens.
 
-A sequence is read from the store once and kept for the requests that follow. Chunks are compact: ids, log-probabilities
-of sampled tokens, and the text of each id that occurs, so that a sequence of any length is sent piece by piece.
+A sequence is read from the store once and kept for the requests that follow. A sequence of any length is sent in
+chunks. A chunk holds ids, the log-probabilities of sampled tokens, and the text of each id that occurs.
 """
 
 from __future__ import annotations
