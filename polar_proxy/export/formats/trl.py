@@ -147,8 +147,8 @@ def recorded_ratios(trainer: type[Any]) -> type[Any]:
 def rollout_sample(row: TrainingRow, group_number: int, *, model_version: int = 0) -> Json:
     """Return the fields of a `RolloutSample`. `input_ids`, `completion_mask` int64 [n], `old_log_probs` float32 [n].
 
-    The model version is the lowest of the tokens' policy versions that are numbers, or `model_version` if there is
-    none. Raise RowError for a row without an advantage.
+    A token's policy version may be a number or another text. The sample's version is the lowest number. If there is no
+    number, it is `model_version`. Raise RowError for a row without an advantage.
     """
     prompt = len(row.prompt_ids)
     numbers = [int(version) for version in row.versions if version.isdecimal()]
