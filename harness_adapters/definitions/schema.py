@@ -153,7 +153,7 @@ class HarnessDefinition(_Table):
     """Name of the program that users start after they have installed the harness themselves."""
     wire_api: WireApi
     features: frozenset[Feature] = frozenset()
-    """Features of the program, out of: stream, subagents, parallel_tools, reasoning. (The features resume and skills
+    """Features of the program. Allowed: stream, subagents, parallel_tools, reasoning. (The features resume and skills
     follow from the keys of [run].)"""
     runtime: str = "native"
     notes: str = ""

@@ -105,9 +105,9 @@ def _worker(context: ApiContext) -> Worker:
 
 
 async def _pause_one(worker: Worker, seconds: float | None, wait_idle: float | None) -> None:
-    """Pause this server's worker; with `wait_idle`, wait up to that many seconds until no rollout runs.
+    """Pause this server's worker. If `wait_idle` is given, wait up to `wait_idle` seconds until no rollout runs.
 
-    If a rollout still runs then, undo the pause and raise ApiError `pause_timed_out`.
+    If rollouts still run after this time, undo the pause and raise ApiError `pause_timed_out`.
     """
     before = worker.paused_until
     worker.pause(seconds)
@@ -126,9 +126,9 @@ async def _pause_one(worker: Worker, seconds: float | None, wait_idle: float | N
 
 
 async def _pause_all(store: Store, seconds: float | None, wait_idle: float | None) -> None:
-    """Pause all servers; with `wait_idle`, wait up to that many seconds until no rollout runs.
+    """Pause all servers. If `wait_idle` is given, wait up to `wait_idle` seconds until no rollout runs.
 
-    If a rollout still runs then, undo the pause and raise ApiError `pause_timed_out`.
+    If rollouts still run after this time, undo the pause and raise ApiError `pause_timed_out`.
     """
     if wait_idle is not None and (left := await _pause_until_idle(store, wait_idle)):
         raise pause_timed_out(wait_idle, len(left))
@@ -201,8 +201,8 @@ async def read_service_state(context: ApiContext) -> m.ServiceState:
 async def _engine_state(engine: Engine, service: RolloutService | None = None) -> Json:
     """Return the state of an engine. An engine that does not respond is reported as unhealthy.
 
-    `service`: the rollout service that uses this engine. The load is the one that this service measured last, a few
-    seconds ago.
+    `service`: the rollout service that uses this engine. If given, the engine is not asked for its load: the state has
+    the load that the service measured last, a few seconds ago.
     """
     version: str | None = None
     load: EngineLoad | None = None

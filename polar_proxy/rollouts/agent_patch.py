@@ -122,7 +122,8 @@ def _base_files(base: BaseTree) -> dict[bytes, BaseFile]:
 
 
 def _ignored(added: list[bytes], tree: SandboxTree, base: BaseTree, before: Mapping[bytes, BaseFile]) -> set[bytes]:
-    """Return the new files that the workspace's .gitignore files exclude. Raises `TreeTooLarge`."""
+    """Return the files of `added` that the workspace's .gitignore files exclude. Raises `TreeTooLarge` if the
+    .gitignore files are too large in total."""
     if not added:
         return set()
     with temporary_folder() as folder:

@@ -167,7 +167,8 @@ def _pack_files(files: Mapping[str, tuple[bytes, bool]]) -> bytes:
 
 
 async def _make_bundle(repository: GitRepository, folder: Path) -> Path:
-    """Return the path of a repository's bundle in `folder`; make it if it is missing. Raises `WorkspaceError`."""
+    """Return the path of a repository's bundle in `folder`. If the bundle is missing, make it. Raises `WorkspaceError`
+    if git fails."""
     source, commit = repository.source, repository.commit
     if Path(source).is_dir():  # the commit's full name
         output = await _git("-C", source, "rev-parse", "-q", "--verify", "--end-of-options", f"{commit}^{{commit}}")

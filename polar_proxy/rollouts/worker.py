@@ -86,7 +86,7 @@ class Worker:
         self.paused_until = 0.0
         """Nothing is claimed before this time, in seconds since the epoch; infinity: until `resume`."""
         self.problem: str | None = None
-        """The problem that `refuse` was called with: until `resume`, nothing is claimed because of it. None without."""
+        """The problem given to `refuse`, because of which nothing is claimed until `resume`; None if there is none."""
         self._stopping = False
         self._claiming = False
 
@@ -154,8 +154,8 @@ class Worker:
     async def drain(self, timeout: float | None = None) -> list[str]:
         """Claim nothing new and wait for the rollouts in flight.
 
-        Return the rollouts that still run after `timeout` seconds. If some do, the worker goes back to its earlier
-        state: it claims again, or stays paused."""
+        Return the rollouts that still run after `timeout` seconds. If there are any, the worker goes back to its
+        earlier state: it claims again, or stays paused."""
         paused_until = self.paused_until
         self.pause()
         with contextlib.suppress(TimeoutError):

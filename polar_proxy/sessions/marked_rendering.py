@@ -91,7 +91,8 @@ class Marking(NamedTuple):
     before_answers: bool
     """Put a mark before the text of answers, too. There is always a mark after the text of an answer."""
     empty_answers: bool
-    """Put a mark into each answer without text, too. If the template shows no tool calls, their marks are lost."""
+    """Put a mark into each answer without text, too. Otherwise only the tool calls of such an answer have marks, and
+    these are lost if the template shows no tool calls."""
 
 
 MARKINGS = tuple(
@@ -213,7 +214,7 @@ class MarkedRendering:
     stop: str
     """The stop token after the last answer; empty if there is none."""
     extents: dict[int, tuple[int, int]]
-    """Message index -> (beginning of the message's first mark, end of its last mark), positions in the rendering."""
+    """Message index -> (beginning of the message's first mark, end of its last mark), as positions in the rendering."""
     after: int
     """The position in the rendering at which the last fixed text begins."""
 
@@ -267,13 +268,13 @@ def cut(text: str, messages: Sequence[Message], count: int, marker: Marker, stop
 
 
 def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker, opening: str | None = None) -> None:
-    """Check that the messages before the base's answer are still rendered as they were when this answer was sampled.
+    """Check that the messages before the base's answer are still rendered as they were when that answer was sampled.
 
     The base is the earlier call that a new request continues. `base`: the marked rendering of the base's prompt;
     `whole`: the marked rendering of the new request. The fixed texts before the base's answer must be equal in both
-    renderings, apart from IGNORED_DIFFERENCES. There is one exception: a fixed text also contains the beginning of the
-    answer after it, up to the answer's first mark. So the text may be longer in one rendering than in the other. The
-    last text in `base` contains no answer, so only its counterpart in `whole` may be longer.
+    renderings, apart from IGNORED_DIFFERENCES. There is one exception. A fixed text also contains the beginning of the
+    answer after it, up to the answer's first mark. So a fixed text may be longer in one rendering than in the other.
+    In `base`, no answer follows the last fixed text. So this text may be longer only in `whole`.
 
     `opening`: the text with which the template opened the base's answer. `whole` need not contain this text. Raises
     RenderingError if the renderings differ otherwise.

@@ -158,7 +158,7 @@ class GroupCommit:
             _resolve(future, record, rows.refused.get(position))
 
     def _write(self, connection: Connection, rows: RowBatch) -> RowBatch:
-        """Insert the rows and return them. The caller needs them if `write_in_thread` made them in its thread."""
+        """Insert the rows and return them. If `write_in_thread` makes the rows, the caller gets them only from here."""
         for statement, values in (
             (self._insert_engines, [rows.engines[key] for key in sorted(rows.engines)]),
             (self._insert_settings, [rows.settings[key] for key in sorted(rows.settings)]),

@@ -106,7 +106,8 @@ class Task:
     family: str
     """Name of the source that the task comes from."""
     seed: int
-    """The seed that reproduces the task within its family; in a file or folder of tasks, its position from 0."""
+    """The seed that reproduces the task within its family. If the family is a file or folder of tasks: the position of
+    the task, counted from 0."""
     instruction: str
     """The prompt for the agent."""
     files: Mapping[str, str] = field(default_factory=dict)

@@ -47,7 +47,7 @@ nearly certain, both values are near 0."""
 _MIN_INFORMATIVE = 16
 """Minimum number of tokens below `_INFORMATIVE_BELOW` for a conclusion about the mode."""
 _FITTING_SHARE = 0.95
-"""Share of the tokens below `_INFORMATIVE_BELOW` that must fit a mode."""
+"""Values count as raw or processed if at least this share of the tokens below `_INFORMATIVE_BELOW` fits that mode."""
 
 _Values = npt.NDArray[np.float64]
 
@@ -232,7 +232,7 @@ async def audit(
 
 
 def scored_temperature(sampling: AnswerSampling, rescored: bool) -> float:
-    """Return the temperature for the fresh log-probabilities with which the recorded ones of an answer are compared.
+    """Return the temperature at which fresh log-probabilities can be compared with the recorded ones of an answer.
     `rescored`: True if the log-probabilities of the trace were not recorded with the answers, but computed by an engine
     later, at temperature 1."""
     if rescored or sampling.logprob_mode == "raw" or sampling.changes:
@@ -263,7 +263,8 @@ def _require_same_model(
         if comparable and template_hash != served:
             raise UsageError(
                 f"Traces of {model!r} were recorded with another chat template or tokenizer than the engine's: serve "
-                "the model with the former ones. If only the template was edited, add --same-model."
+                "the model with the same template and tokenizer as then. If only the template was edited, add "
+                "--same-model."
             )
 
 

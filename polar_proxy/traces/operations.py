@@ -249,8 +249,8 @@ async def _audit_session(
 
 
 async def rescore_session(store: Store, scorer: Scorer, target: SessionTarget, report: RescoreReport) -> None:
-    """Encode and score the answers of one session that have no tokens, and build the session's `rescored` traces
-    again."""
+    """Encode and score a session's answers that were recorded without tokens. Then build the session's `rescored`
+    traces again."""
     calls = await store.calls.of_session(target.session_id)
     rescores, skipped = await rescore_calls(calls, scorer)
     report.scored_tokens = scorer.tokens

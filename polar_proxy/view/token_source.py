@@ -1,7 +1,7 @@
 """The tokens of a trace or a call for the token view: a head with spans and findings, and chunks of tokens.
 
-A sequence is read from the store once and kept for the requests that follow. Chunks are compact: ids, log-probabilities
-of sampled tokens, and the text of each id that occurs, so that a sequence of any length is sent piece by piece.
+A sequence is read from the store once and kept for the requests that follow. A sequence of any length is sent in
+chunks. A chunk holds ids, the log-probabilities of sampled tokens, and the text of each id that occurs.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class TokenSources:
         return found
 
     async def _texts_of(self, context: ApiContext, engine: EngineInfo | None, ids: TokenIds) -> dict[str, str]:
-        """Return the text of each id. Keys are the ids as strings, as in JSON. Raises NoTextsError."""
+        """Return the text of each id. Keys are the ids as strings, as in JSON. Raises NoTextsError if the tokens cannot
+        be decoded."""
         model = "" if engine is None else f"{engine.engine} {engine.model}"
         wanted = np.unique(ids)
         unknown = np.array([one for one in wanted.tolist() if (model, one) not in self._texts], np.int32)

@@ -147,8 +147,8 @@ def recorded_ratios(trainer: type[Any]) -> type[Any]:
 def rollout_sample(row: TrainingRow, group_number: int, *, model_version: int = 0) -> Json:
     """Return the fields of a `RolloutSample`. `input_ids`, `completion_mask` int64 [n], `old_log_probs` float32 [n].
 
-    The model version is the lowest of the tokens' policy versions that are numbers, or `model_version` if there is
-    none. Raise RowError for a row without an advantage.
+    A token's policy version may be a number or another text. The sample's version is the lowest number. If there is no
+    number, it is `model_version`. Raise RowError for a row without an advantage.
     """
     prompt = len(row.prompt_ids)
     numbers = [int(version) for version in row.versions if version.isdecimal()]
@@ -180,9 +180,9 @@ def record(row: TrainingRow, numbers: IdNumbers) -> Json:
 class RecordedWorker:
     """A `rollout_worker` for AsyncGRPOTrainer (TRL's `RolloutWorkerProtocol`) that hands out recorded groups.
 
-    Rollouts that only count in the baseline are left out, as are groups whose rewards are all equal; `left_out` counts
-    their rows by reason. An error in the worker's thread, for example one raised by `groups`, is raised again by
-    `check_health`, which the trainer calls while it waits.
+    It leaves out rollouts that only count in the baseline, and groups whose rewards are all equal. `left_out` counts
+    the rows that were left out, by reason. If an error ends the worker's thread, such as an error of `groups`,
+    `check_health` raises the error again. The trainer calls `check_health` while it waits.
     """
 
     def __init__(

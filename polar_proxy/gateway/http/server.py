@@ -198,7 +198,8 @@ class Gateway:
         calls that were lost or still run, or None. If a call still runs here, its client gets a 409 in place of the
         answer.
 
-        `timeout`: seconds to wait for this gateway. `timeout_elsewhere`: the same for the others; default: `timeout`.
+        `timeout`: seconds to wait for calls of this gateway. `timeout_elsewhere`: seconds to wait for calls of other
+        gateways; default: `timeout`.
         """
         lost_here, lost_elsewhere = None, None
         try:
@@ -238,7 +239,7 @@ class Gateway:
         return budget.spent
 
     def refusal(self, session_id: str) -> str | None:
-        """Return why a session's last call could not be recorded; such a call is refused or broken off. Return None if
+        """Return why a session's last call was refused or broken off because it could not be recorded. Return None if
         the call was recorded or needs no record (`record_required`), or if the session is not in memory."""
         return self.sessions.refusal(session_id)
 

@@ -2,8 +2,8 @@
 
 Promises:
 
-* A background call is answered and recorded like any other. It does not end with its client's connection, but when it
-  is answered or cancelled, or when its session or the gateway ends.
+* A background call is answered and recorded like any other. It goes on after its client has disconnected. It ends when
+  it is answered or cancelled, or when its session or the gateway ends.
 * While it runs, only the gateway that received it can find it. Afterwards it is found by its record.
 * `_MOST_RUNNING` limits the running calls of a session. The limit of connections does not limit these calls, because a
   call in the background needs no connection.
@@ -83,7 +83,7 @@ class BackgroundCalls:
             call.ended.set()
 
     def find(self, session: SessionState, call_id: str) -> BackgroundCall | None:
-        """Return a call of this session if it is running here."""
+        """Return a call of this session; None if the call is not running in this gateway."""
         call = self._running.get(call_id)
         return call if call is not None and call.session_id == session.session_id else None
 

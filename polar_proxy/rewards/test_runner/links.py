@@ -26,7 +26,7 @@ class Link:
         write_all(self._writing, struct.pack(">I", len(data)) + data)
 
     def receive(self) -> Any:
-        """Return the next message. Raises LinkClosedError."""
+        """Return the next message. Raises LinkClosedError if the other process ended, or sent an invalid message."""
         (length,) = struct.unpack(">I", self._read(4))
         if length > MESSAGE_LIMIT:
             raise LinkClosedError(f"a message has {length} bytes, more than the {MESSAGE_LIMIT} that are allowed")

@@ -141,7 +141,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Undo `encode`: return an object of a built-in type. Raises TypeError or ValueError."""
+    """Undo `encode`: return an object of a built-in type. Raises TypeError, ValueError or KeyError for a malformed
+    value."""
     if not isinstance(value, dict):
         return value
     if len(value) != 1:

@@ -1,7 +1,7 @@
 """Detects whether the records that a page shows have changed since the page was made.
 
-The state of a record, or of a list of records, is a number that differs after a change. It is the hash of
-some rows. An index finds these rows, so that reading a state takes about a millisecond in a database of any size.
+The state of a record, or of a list of records, is a number: the hash of some rows. After a change, the number is
+another one. An index finds the rows, so a state is read in about a millisecond in a database of any size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _QUERIES: Mapping[Followed, Sequence[Select[Any]]] = {
 
 
 class ChangeRepository(Repository):
-    """States of records. They are read from the database, because several processes may write to it."""
+    """Computes the states from the database, because several processes may write to the database."""
 
     async def state(self, followed: Followed, record_id: str) -> int:
         """Return the state of a record, or of the lists. States that different processes returned cannot be

@@ -66,7 +66,7 @@ class SessionSummary:
     prompt_tokens: int
     completion_tokens: int
     price_usd: float | None
-    """Sum of the known prices of its calls in US dollars; None if none is known."""
+    """Sum of the known prices of the session's calls, in US dollars; None if no price is known."""
     last_call_at: float | None
     reward: float | None
     """The newest reward of a session without a rollout."""
@@ -179,8 +179,8 @@ class SessionRepository(Repository):
     async def mark_unrecorded(self, mark: OutageMark) -> str:
         """Mark a session that lost a call as incomplete, and return the session's id.
 
-        A session that was opened while the database could not be written is stored first. If the database already has a
-        session with the same key, this stored session is marked, and its id is returned.
+        If the session is not stored yet, because it was opened during the outage, store it first. But if the database
+        already has a session with the same key, mark the session in the database and return its id.
         """
         session_id = mark.session_id
         if mark.key_hash is not None:

@@ -2,9 +2,9 @@
 
 Promises:
 
-* The loss uses the log-probabilities that the engine recorded, and the trainer's own, computed at the temperature at
-  which each token was sampled. The difference between the recorded and the proximal log-probabilities (`proximal` in
-  `[grpo]`) is reported as the mismatch of trainer and engine.
+* The loss uses the engine's recorded log-probabilities and the trainer's own. The trainer computes the log-probability
+  of each token at the temperature at which the token was sampled. The difference between the recorded and the proximal
+  log-probabilities (`proximal` in `[grpo]`) is reported as the mismatch of trainer and engine.
 * The weight of each token is decided once for the whole update, so the gradients of any number of microbatches add up
   to the same update.
 * A gradient that is not finite raises TrainingError and is not applied.
@@ -322,7 +322,8 @@ class Learner:
         return pack_trees(sequences, self._config.max_tokens_per_microbatch)
 
     def _join_other_processes(self, model: Any) -> None:
-        """Run empty passes until every process has done its own passes: FSDP computes only in all processes at once."""
+        """Run empty passes until the other processes have done their passes, too. With FSDP, a pass needs all
+        processes at once."""
 
     def _gather(self, own: StepAccumulator) -> list[StepAccumulator]:
         """Return the accumulators of all processes."""
