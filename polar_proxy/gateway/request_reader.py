@@ -186,7 +186,7 @@ class RequestReader:
     async def _write_out_references(
         self, dialect: Dialect, body: Body, session: SessionState, resumable: Collection[str] = ()
     ) -> Body:
-        """Return a body with its references replaced by the recorded items, and with the items of its conversation."""
+        """Replace the references in a body by the recorded items, and add the items of the conversation it continues."""
         conversation_id = dialect.referenced_conversation(body.fields)
         references = await self._thread.run(body.large, dialect.references, body.fields)
         if not references.all and conversation_id is None:

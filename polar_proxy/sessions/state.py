@@ -1,8 +1,9 @@
 """The state of one session in a gateway.
 
-`place` is called before a call is sampled, `record_answer` after its answer ended and before the client gets the last
-byte. So the agent's next call always finds this call. The fingerprint that `record_answer` returns is stored
-with the call, and `rebuild` makes the same index from the stored fingerprints after a restart.
+`place` adds a call to the index of calls before the call is sampled. `record_answer` adds the answer when it has ended,
+before the client gets the last byte. So the agent's next call always finds this call. The fingerprint that
+`record_answer` returns is stored with the call. After a restart, `rebuild` rebuilds the index from the stored
+fingerprints.
 
 Digests of all calls are kept as long as the session is in memory. The session's last request, and the tokens of answers
 that no call has continued yet, need more memory. They are held in a `ConversationCache`, which all sessions of a

@@ -118,8 +118,8 @@ def _run_child(job: dict[str, Any], group: dict[str, Any], writing: int) -> None
 def _prepare_path(tests: list[str]) -> None:
     """Add the workspace and the task's PYTHONPATH to the import path.
 
-    They come after the standard library, so that they do not shadow its modules. Exception: if a test's package has
-    the name of a module of the library, they come first.
+    They come after the standard library, so that they do not shadow its modules. But if a test's package has the same
+    name as a module of the standard library, they come first.
     """
     library = os.path.dirname(os.__file__)
     places = [index for index, path in enumerate(sys.path) if path.startswith(library) and "-packages" not in path]

@@ -45,7 +45,8 @@ USAGE_COLUMNS = {
     for field in fields(Usage)
     if field.name != "cached_tokens"
 }
-"""The column of `calls` for each field of a usage, except `cached_tokens`, which is a field of the record too."""
+"""The column of `calls` for each field of a usage. Without `cached_tokens`: the record has a field of this name too, and
+the column is filled from the record."""
 _same_columns = attrgetter(*SAME_COLUMNS)
 
 
