@@ -258,8 +258,8 @@ async def submit(
     `info` (the engine) and `harness` (name and version of the agent, by default those that `spec` names) are recorded
     with the rollouts. `owned`: the job belongs to this process. `policy_version`: the current policy version, if it is
     known. Rollouts that earlier jobs kept (`overflow`) are not carried over to this job if they are too old for this
-    version. `code` and `harness_cache` (the folder with the user's definition files): the agents that the job may name
-    besides Polar's own.
+    version. Besides Polar's own agents, the job may name agents of `code` and of the user's definition files in
+    `harness_cache`.
 
     Raises UsageError if `spec` cannot be carried out, if the agent cannot be used, or if the idempotency key belongs to
     another job."""

@@ -45,8 +45,8 @@ USAGE_COLUMNS = {
     for field in fields(Usage)
     if field.name != "cached_tokens"
 }
-"""The column of `calls` for each field of a usage. Without `cached_tokens`: the record has a field of this name too, and
-the column is filled from the record."""
+"""The column of `calls` for each field of a usage. `cached_tokens` is left out: this column is filled from the field of
+the same name of the record."""
 _same_columns = attrgetter(*SAME_COLUMNS)
 
 
@@ -275,7 +275,7 @@ def _own_columns(record: CallRecord) -> TableRow:
 
 
 def _provider_id_rows(record: CallRecord) -> list[TableRow]:
-    """Return the rows of the ids that a provider gave to a call's response and items, without ids of unusual length."""
+    """Return the rows of the ids that a provider gave to a call's response and items. Too long ids are left out."""
     given = {**(record.response_items or {}), **({record.response_id: None} if record.response_id else {})}
     places = {json_codec.clean_text(provider_id): place for provider_id, place in given.items()}
     same: TableRow = {"call_id": record.call_id, "session_id": record.session_id}
