@@ -187,8 +187,8 @@ class RolloutService:
     async def cancel(self, job_group_or_rollout: str) -> list[str]:
         """Cancel a job, a group or a rollout by its id. Return the cancelled rollouts that were in flight.
 
-        At the return, rollouts in flight in this process have ended. Other processes end theirs within their
-        `poll_seconds`. Raises UsageError for an unknown id."""
+        First wait until the cancelled rollouts of this process have ended. Other processes end their rollouts within
+        their `poll_seconds`. Raises UsageError for an unknown id."""
         in_flight = await cancel(self._store, job_group_or_rollout)
         self._settled.set()
         await self.worker.cancel(in_flight)
