@@ -122,7 +122,7 @@ class PromptPlan:
 
 
 class _NotContinued(Exception):
-    """Raised if a prompt cannot be continued. `reason` is recorded with the call."""
+    """The prompt cannot continue the tokens of an earlier call. `reason` is recorded with the call."""
 
     def __init__(self, reason: PromptReason, past_reasoning: PastReasoning | None = None) -> None:
         super().__init__(reason)
