@@ -104,7 +104,7 @@ class AnsweredCall:
     """The engine that sampled the answer, as in `CallRecord`."""
     config: PromptConfig
     reasoning: tuple[str, ...]
-    """The beginnings of the reasoning in this answer and in earlier ones."""
+    """The first characters of each reasoning text, of this answer and of earlier answers: enough to recognise it."""
 
     @property
     def size(self) -> int:
