@@ -53,7 +53,7 @@ class SilentReporter:
 
 class RolloutService:
     """`async with RolloutService(store, gateway, engine, harness_cache) as service:` runs queued rollouts until the
-    block ends; rollouts in flight then go back into the queue (call `worker.drain` first to let them end)."""
+    block ends. Then rollouts in flight go back into the queue. To let them end instead, call `worker.drain` first."""
 
     def __init__(
         self,

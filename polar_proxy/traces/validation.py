@@ -27,12 +27,12 @@ class InvariantError(AssertionError):
 def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
     """Check a builder's result, call by call and token by token. Raise InvariantError if a condition does not hold.
 
-    * Every call is either excluded with a reason, or each of its answers is complete in exactly one trace.
+    * If a call is not excluded with a reason, each of its answers is complete in exactly one trace.
     * Each trace matches its calls. Its grade is the best one that its `grade_reasons` allow (`grades.grade_of`).
-    * The tokens before an answer are exactly the prompt of its call. Exception: with `on_drift` `canonical` or
-      `rescore`, in a trace to which drifted calls were joined, an answer may follow the answer that its call continues.
-      The tokens between the two answers are then the end of the call's own prompt, from the position that
-      `drift.find_context_start` returns.
+    * The tokens before an answer are exactly the prompt of its call. There is one exception, if `on_drift` is
+      `canonical` or `rescore` and drifted calls were joined to the trace. Then a call's answer may follow the answer
+      that the call continues. The tokens between the two answers are the end of the call's own prompt, from the
+      position that `drift.find_context_start` returns.
     * Every drifted call has a drift event, and the event's outcome is `excluded` exactly if the call is excluded.
     """
     by_id = {call.call_id: call for call in calls}
