@@ -40,7 +40,7 @@ class SandboxLeaks(SandboxUnavailable):
 
 
 class SelfTests:
-    """Tests each kind of sandbox for ways out, once per process. All callers wait for the same test of a kind."""
+    """Tests each kind of sandbox for ways out, once per process. Callers that need the same kind share one test."""
 
     def __init__(self, policy: SelfTestPolicy = "refuse", runtime: DockerRuntime = "auto") -> None:
         self._policy = policy

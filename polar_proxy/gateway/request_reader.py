@@ -212,8 +212,9 @@ async def _turn(session: SessionState, reservation: BodyReservation) -> AsyncIte
 
     From its turn on, the body is not refused any more to make room for others.
 
-    One queue is for bodies of more than `_TAKES_TURNS` bytes, so that smaller ones do not wait for them. From each
-    queue, at most one body is parsed per turn of the event loop; before a large one, other requests are served.
+    Bodies of more than `_TAKES_TURNS` bytes have their own queue, so that smaller bodies do not wait for them. From
+    each queue, at most one body is parsed per turn of the event loop. Before a body of more than `_TAKES_TURNS` bytes
+    is parsed, other requests are served.
     """
     large = reservation.size > _TAKES_TURNS
     lock = session.parsing_large if large else session.parsing

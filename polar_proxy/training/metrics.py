@@ -235,8 +235,9 @@ def drop_lines_after(run: Path, step: int) -> int:
 def time_by_phase(lines: Sequence[Json]) -> Json:
     """Return the seconds that a run spent in each phase, in total and per step, and the engine's busy share.
 
-    `rollouts` lasts from the start of a step's first rollout to the end of its last one, and overlaps with the other
-    phases when rollouts run ahead; `waiting` is the time spent waiting for them. `lines`: the lines of metrics.jsonl.
+    The phase `rollouts` lasts from the start of a step's first rollout to the end of its last one. It overlaps with
+    other phases when rollouts run ahead. In the phase `waiting`, the trainer waits for rollouts. `lines`: the lines of
+    metrics.jsonl.
     """
     steps = [line for line in lines if line["kind"] == "step"]
     seconds = {
