@@ -208,7 +208,7 @@ class SessionState:
         self.key_hashes: set[bytes] = set()
         """The hashes of all keys by which the gateway finds this session in memory."""
         self.counted_calls = 0
-        """This session's part of the registry's sum: its `weight` when the registry last counted it."""
+        """The `weight` of this session when the registry last counted it. The registry keeps the total."""
         self.requests = 0
         """Number of requests that are being read or answered; see `in_request`."""
         self.in_flight = 0

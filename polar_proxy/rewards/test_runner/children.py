@@ -41,9 +41,9 @@ def run_children(job: dict[str, Any], link: Link) -> None:
 
 
 def _collect(child: int, reading: int) -> tuple[bytes, int]:
-    """Return the child's report and exit status. Kill the programs in its process group that still run.
+    """Wait until a child has ended, and return its report and exit status. Then kill the rest of its process group.
 
-    A child that never ends keeps the runner waiting until the time limit of the tests is over.
+    If the child never ends, the wait lasts until the time limit of the tests stops the whole runner.
     """
     data = b""
     # A program that the child left running may keep the pipe open after the last line.
