@@ -76,7 +76,7 @@ class RowBatch:
     conversation_items: list[TableRow] = field(default_factory=list)
     sessions: dict[str, SessionCounters] = field(default_factory=dict)
     refused: dict[int, Exception] = field(default_factory=dict)
-    """Position of a refused record among the records -> why it cannot be stored. The batch has no rows of it."""
+    """The records that cannot be stored: position in the batch -> error. The batch has no rows of these records."""
 
     def count(self, record: CallRecord) -> None:
         """Add a call to the counters of its session."""
