@@ -332,8 +332,8 @@ class SessionState:
     def forget(self, record: CallRecord) -> None:
         """Remove a call that could not be recorded, so that no later call is joined to it.
 
-        The call stays in the cache while there is room, for a client that names the call instead of repeating its
-        messages.
+        The call stays in the cache while there is room, because a later request may name the call instead of repeating
+        its messages.
         """
         self.withdraw(record.call_id)
         self._cache.put(("unrecorded", record.call_id), UnrecordedCall(record))

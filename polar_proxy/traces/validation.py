@@ -73,8 +73,8 @@ def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
 
 
 def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Iterator[str]:
-    """Yield a problem for each call that is neither excluded nor trained, or both, and for each answer that is missing
-    in the traces or trained twice."""
+    """Yield the problems of answers. Every call must be either excluded or trained. Every answer of a trained call must
+    be in exactly one trace. Only recorded calls can be excluded."""
     spans = [span for trace in build.traces for span in trace.spans if span.kind == "sampled"]
     trained = Counter((span.call_id, span.choice) for span in spans)
     for answer, times in trained.items():
