@@ -27,7 +27,8 @@ class InvariantError(AssertionError):
 def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
     """Check a builder's result, call by call and token by token. Raise InvariantError if a condition does not hold.
 
-    * If a call is not excluded with a reason, each of its answers is complete in exactly one trace.
+    * An excluded call has a reason, and its answers are in no trace. Each answer of any other call is complete in
+      exactly one trace.
     * Each trace matches its calls. Its grade is the best one that its `grade_reasons` allow (`grades.grade_of`).
     * The tokens before an answer are exactly the prompt of its call. There is one exception, if `on_drift` is
       `canonical` or `rescore` and drifted calls were joined to the trace. Then a call's answer may follow the answer
