@@ -40,7 +40,7 @@ class SandboxLeaks(SandboxUnavailable):
 
 
 class SelfTests:
-    """Tests each kind of sandbox for ways out, once per process. All callers wait for the same test of a kind."""
+    """Tests each kind of sandbox for ways out, once per process. Callers that need the same kind share one test."""
 
     def __init__(self, policy: SelfTestPolicy = "refuse", runtime: DockerRuntime = "auto") -> None:
         self._policy = policy
@@ -85,7 +85,7 @@ def describe_leaks(kind: SandboxKind, opened: list[str]) -> str:
 async def find_leaks(
     kind: SandboxKind, image: str | None = None, runtime: DockerRuntime = "auto", state_dir: Path | None = None
 ) -> list[str] | None:
-    """Return the ways out of a new sandbox of this kind; None if they cannot be tried, because it has no Python.
+    """Open a sandbox of this kind, and return the ways out of it. None if the sandbox has no Python to try them with.
 
     In docker the default image is used, if this machine has it, because the ways out do not depend on the image. Raise
     `SandboxError` if no such sandbox opens.

@@ -67,7 +67,7 @@ def conformance(
     template: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --fidelity: the chat template that keeps past reasoning (keeps) or strips it (strips). "
+            help="With --fidelity: keeps (a chat template that keeps past reasoning) or strips (one that strips it). "
             "Repeatable. Default: both."
         ),
     ] = None,

@@ -4,8 +4,8 @@ The scripted model of the conformance checks decides *what* is done (tool names 
 This module decides *how* it is written: as a policy at temperature 1 writes, not as a serialiser or tokenizer does. The
 answers have JSON in five styles, characters beyond ASCII, optional booleans and numbers as arguments, empty and nested
 arguments, two tool calls at once, text before a tool call, white space around everything, commands with long outputs,
-and texts whose sampled tokens are not the ones that the tokenizer would choose. Some answers are long. A harness or a
-chat template changes each of these, so that a re-rendered prompt differs from the sampled tokens.
+and texts whose sampled tokens are not the ones that the tokenizer would choose. Some answers are long. Each of these
+features is changed by some harness or chat template, so a re-rendered prompt differs from the sampled tokens.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class StyledStep:
     options: bool = False
     """Also pass the tool's optional arguments that are booleans or numbers."""
     odd_calls: bool = False
-    """Add a tool call without arguments, and one of a tool that does not exist."""
+    """Add a tool call without arguments, and a call of a tool that does not exist."""
 
 
 FIRST = (

@@ -234,7 +234,7 @@ class ServerParts:
     router: EngineRouter
     metrics: GatewayMetrics
     record_problem: Callable[[], Awaitable[str | None]]
-    """Returns within two seconds why calls cannot be recorded now, or None if they can."""
+    """Returns the reason why calls cannot be recorded now; None if calls can be recorded. Takes at most two seconds."""
     started_at: int
 
     @property

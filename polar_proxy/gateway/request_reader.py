@@ -186,7 +186,7 @@ class RequestReader:
     async def _write_out_references(
         self, dialect: Dialect, body: Body, session: SessionState, resumable: Collection[str] = ()
     ) -> Body:
-        """Return a body with its references replaced by the recorded items, and with the items of its conversation."""
+        """Replace the references in a body by the recorded items. Add the items of the conversation that it names."""
         conversation_id = dialect.referenced_conversation(body.fields)
         references = await self._thread.run(body.large, dialect.references, body.fields)
         if not references.all and conversation_id is None:
@@ -212,8 +212,9 @@ async def _turn(session: SessionState, reservation: BodyReservation) -> AsyncIte
 
     From its turn on, the body is not refused any more to make room for others.
 
-    One queue is for bodies of more than `_TAKES_TURNS` bytes, so that smaller ones do not wait for them. From each
-    queue, at most one body is parsed per turn of the event loop; before a large one, other requests are served.
+    Bodies of more than `_TAKES_TURNS` bytes have their own queue, so that smaller bodies do not wait for them. From
+    each queue, at most one body is parsed per turn of the event loop. Before a body of more than `_TAKES_TURNS` bytes
+    is parsed, other requests are served.
     """
     large = reservation.size > _TAKES_TURNS
     lock = session.parsing_large if large else session.parsing

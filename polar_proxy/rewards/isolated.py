@@ -86,9 +86,9 @@ def plan_unittest(command: Sequence[str]) -> TestPlan | None:
 
 
 def plan_pytest(command: Sequence[str]) -> TestPlan | None:
-    """Return the plan by which Polar's runner runs the same tests as ``python -m pytest`` with names of files, or None.
+    """Return the plan by which Polar's runner runs the tests of a command ``python -m pytest FILE ...``.
 
-    A command with an option that is not known here has no plan, because the option may need pytest's own process."""
+    Return None for any other command, and if an option is not known here: it may need pytest's own process."""
     python, *rest = command
     if rest[:2] != ["-m", "pytest"] or not _PYTHON.fullmatch(python):
         return None

@@ -70,7 +70,7 @@ _RELEASE_IDLE_SECONDS = 5.0
 _PROVIDER_LIMITS = frozenset({402, 429})
 """HTTP statuses with which a provider refuses every request while a limit (credit or rate) is reached."""
 _CAUSES: Mapping[ExitOutcome, str | None] = {"ok": None, "failed": "agent", "timed_out": "agent_timeout"}
-"""Recorded cause of a rollout, by the outcome of its agent."""
+"""The cause that is recorded for a rollout's end, by the outcome of its agent."""
 
 
 class ProgressReporter(Protocol):

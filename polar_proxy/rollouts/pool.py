@@ -5,8 +5,8 @@ Promises:
 * each sandbox is empty, is taken only once, and is checked to be alive when it is taken;
 * at most `size` sandboxes wait in the pool; those that are left at the end are closed;
 * `expect` fills the pool for one specification; with the option `refill`, `take` does so too. The pool then holds
-  sandboxes of this specification, open or still opening. Their number is that of the sandboxes that are taken while a
-  sandbox opens, but at least one and at most `size`.
+  enough sandboxes of this specification, open or still opening: as many as are taken in the time that one takes to
+  open, at least one, and at most `size`.
 
 After `kill -9` of the process, the waiting sandboxes are removed like all sandboxes of dead processes
 (`sandboxes.orphans.sweep`).
@@ -127,11 +127,11 @@ class SandboxPool:
             self._waiting.append((key, asyncio.create_task(self._open_timed(key, kind, spec))))
 
     def _target(self, key: Hashable, requested_at: float) -> int:
-        """Return how many sandboxes of this specification should wait: the number taken while a sandbox opens.
+        """Return how many sandboxes of this specification should wait in the pool (Little's law).
 
-        Source: Little's law. The number is that of the sandboxes taken since `requested_at` - d. `requested_at` is the
-        time of the current request, d the time that the last sandbox took to open. The current request may have waited
-        for its sandbox. Counting from now - d would then miss the requests shortly before it."""
+        As many are needed as are taken while a sandbox opens. So count the sandboxes taken since `requested_at` - d.
+        `requested_at` is the time of the current request, d the time that the last sandbox took to open. Do not count
+        from now - d: if the current request waited for its sandbox, this would miss the requests just before it."""
         demand = self._demand(key)
         since = requested_at - demand.opening
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))

@@ -53,7 +53,7 @@ class SilentReporter:
 
 class RolloutService:
     """`async with RolloutService(store, gateway, engine, harness_cache) as service:` runs queued rollouts until the
-    block ends; rollouts in flight then go back into the queue (call `worker.drain` first to let them end)."""
+    block ends. Then rollouts in flight go back into the queue. To let them end instead, call `worker.drain` first."""
 
     def __init__(
         self,
@@ -187,8 +187,8 @@ class RolloutService:
     async def cancel(self, job_group_or_rollout: str) -> list[str]:
         """Cancel a job, a group or a rollout by its id. Return the cancelled rollouts that were in flight.
 
-        At the return, rollouts in flight in this process have ended. Other processes end theirs within their
-        `poll_seconds`. Raises UsageError for an unknown id."""
+        First wait until the cancelled rollouts of this process have ended. Other processes end their rollouts within
+        their `poll_seconds`. Raises UsageError for an unknown id."""
         in_flight = await cancel(self._store, job_group_or_rollout)
         self._settled.set()
         await self.worker.cancel(in_flight)
@@ -258,8 +258,8 @@ async def submit(
     `info` (the engine) and `harness` (name and version of the agent, by default those that `spec` names) are recorded
     with the rollouts. `owned`: the job belongs to this process. `policy_version`: the current policy version, if it is
     known. Rollouts that earlier jobs kept (`overflow`) are not carried over to this job if they are too old for this
-    version. `code` and `harness_cache` (the folder with the user's definition files): the agents that the job may name
-    besides Polar's own.
+    version. Besides Polar's own agents, the job may name agents of `code` and of the user's definition files in
+    `harness_cache`.
 
     Raises UsageError if `spec` cannot be carried out, if the agent cannot be used, or if the idempotency key belongs to
     another job."""

@@ -104,7 +104,7 @@ class PromptPlan:
     reason: PromptReason | None = None
     """Why the prompt does not continue the tokens of an earlier call; None if it does."""
     past_reasoning: PastReasoning | None = None
-    """The setting `past_reasoning` with which the prompt was made; None if the setting could have no effect."""
+    """The setting `past_reasoning`. None if the prompt continues no call and the `reason` is not this setting."""
     config: PromptConfig | None = None
     """Digests of the request's tools and template options; None for a raw prompt."""
     under_grammar: bool = False
@@ -122,7 +122,7 @@ class PromptPlan:
 
 
 class _NotContinued(Exception):
-    """Raised if a prompt cannot be continued. `reason` is recorded with the call."""
+    """The prompt cannot continue the tokens of an earlier call. `reason` is recorded with the call."""
 
     def __init__(self, reason: PromptReason, past_reasoning: PastReasoning | None = None) -> None:
         super().__init__(reason)

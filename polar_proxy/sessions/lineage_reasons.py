@@ -60,7 +60,7 @@ LINEAGE_REASONS = {
     "quotes_a_summary": "The first messages contain a summary that an earlier call wrote.",
     "quotes_an_answer": "The first messages quote a long earlier answer, which may be a summary (ambiguous).",
 }
-"""The reason of each rule, by the rule's name. "ambiguous" means that another edge or parent was possible as well."""
+"""The reason of each rule, by the rule's name. "ambiguous" means that the call may have another edge or parent."""
 
 _REASONS = LINEAGE_REASONS | {rule.name: f"{rule.reason} Seen in {rule.seen}." for rule in RULES}
 

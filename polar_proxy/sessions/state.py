@@ -1,8 +1,9 @@
 """The state of one session in a gateway.
 
-`place` is called before a call is sampled, `record_answer` after its answer ended and before the client gets the last
-byte. So the agent's next call always finds this call. The fingerprint that `record_answer` returns is stored
-with the call, and `rebuild` makes the same index from the stored fingerprints after a restart.
+`place` adds a call to the index of calls before the call is sampled. `record_answer` adds the answer when it has ended,
+before the client gets the last byte. So the agent's next call always finds this call. The fingerprint that
+`record_answer` returns is stored with the call. After a restart, `rebuild` rebuilds the index from the stored
+fingerprints.
 
 Digests of all calls are kept as long as the session is in memory. The session's last request, and the tokens of answers
 that no call has continued yet, need more memory. They are held in a `ConversationCache`, which all sessions of a
@@ -103,7 +104,7 @@ class AnsweredCall:
     """The engine that sampled the answer, as in `CallRecord`."""
     config: PromptConfig
     reasoning: tuple[str, ...]
-    """The beginnings of the reasoning in this answer and in earlier ones."""
+    """The first characters of each reasoning text, of this answer and of earlier answers: enough to recognise it."""
 
     @property
     def size(self) -> int:
@@ -207,7 +208,7 @@ class SessionState:
         self.key_hashes: set[bytes] = set()
         """The hashes of all keys by which the gateway finds this session in memory."""
         self.counted_calls = 0
-        """This session's part of the registry's sum: its `weight` when the registry last counted it."""
+        """The `weight` of this session when the registry last counted it. The registry keeps the total."""
         self.requests = 0
         """Number of requests that are being read or answered; see `in_request`."""
         self.in_flight = 0
@@ -331,8 +332,8 @@ class SessionState:
     def forget(self, record: CallRecord) -> None:
         """Remove a call that could not be recorded, so that no later call is joined to it.
 
-        The call stays in the cache while there is room, for a client that names the call instead of repeating its
-        messages.
+        The call stays in the cache while there is room, because a later request may name the call instead of repeating
+        its messages.
         """
         self.withdraw(record.call_id)
         self._cache.put(("unrecorded", record.call_id), UnrecordedCall(record))

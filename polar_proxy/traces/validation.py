@@ -27,12 +27,13 @@ class InvariantError(AssertionError):
 def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
     """Check a builder's result, call by call and token by token. Raise InvariantError if a condition does not hold.
 
-    * Every call is either excluded with a reason, or each of its answers is complete in exactly one trace.
+    * An excluded call has a reason, and its answers are in no trace. Each answer of any other call is complete in
+      exactly one trace.
     * Each trace matches its calls. Its grade is the best one that its `grade_reasons` allow (`grades.grade_of`).
-    * The tokens before an answer are exactly the prompt of its call. Exception: with `on_drift` `canonical` or
-      `rescore`, in a trace to which drifted calls were joined, an answer may follow the answer that its call continues.
-      The tokens between the two answers are then the end of the call's own prompt, from the position that
-      `drift.find_context_start` returns.
+    * The tokens before an answer are exactly the prompt of its call. There is one exception, if `on_drift` is
+      `canonical` or `rescore` and drifted calls were joined to the trace. Then a call's answer may follow the answer
+      that the call continues. The tokens between the two answers are the end of the call's own prompt, from the
+      position that `drift.find_context_start` returns.
     * Every drifted call has a drift event, and the event's outcome is `excluded` exactly if the call is excluded.
     """
     by_id = {call.call_id: call for call in calls}
@@ -73,8 +74,8 @@ def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
 
 
 def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Iterator[str]:
-    """Yield a problem for each call that is neither excluded nor trained, or both, and for each answer that is missing
-    in the traces or trained twice."""
+    """Yield the problems of answers. Every call must be either excluded or trained. Every answer of a trained call must
+    be in exactly one trace. Only recorded calls can be excluded."""
     spans = [span for trace in build.traces for span in trace.spans if span.kind == "sampled"]
     trained = Counter((span.call_id, span.choice) for span in spans)
     for answer, times in trained.items():
@@ -121,7 +122,7 @@ def _prompt_problems(
 
 
 def _is_allowed_join(trace: Trace, number: int, calls: Mapping[str, CallRecord], build: BuildResult) -> bool:
-    """Return whether the answer in span `number` may follow the answer of its call's base (the call that it continues).
+    """Return whether the answer in span `number` may follow the answer that its call continues, in spite of drift.
     The context between the two answers must begin where `find_context_start` says."""
     if build.on_drift not in ("canonical", "rescore") or "canonical" not in build.grade_reasons.get(trace.trace_id, ()):
         return False

@@ -176,7 +176,7 @@ class StepTimer:
     """Measures the wall time of each step, and for how much of it the engine was busy. Evaluations are left out."""
 
     def __init__(self, engine_busy_seconds: Callable[[], float] | None) -> None:
-        """`engine_busy_seconds`: seconds so far in which at least one call was with the engine; None if unknown."""
+        """`engine_busy_seconds` returns the seconds until now in which the engine had a call. None if unknown."""
         self._engine_busy_seconds = engine_busy_seconds
         self._wall_start, self._busy_start = time.monotonic(), self._busy()
 
@@ -235,8 +235,9 @@ def drop_lines_after(run: Path, step: int) -> int:
 def time_by_phase(lines: Sequence[Json]) -> Json:
     """Return the seconds that a run spent in each phase, in total and per step, and the engine's busy share.
 
-    `rollouts` lasts from the start of a step's first rollout to the end of its last one, and overlaps with the other
-    phases when rollouts run ahead; `waiting` is the time spent waiting for them. `lines`: the lines of metrics.jsonl.
+    The phase `rollouts` lasts from the start of a step's first rollout to the end of its last one. It overlaps with
+    other phases when rollouts run ahead. In the phase `waiting`, the trainer waits for rollouts. `lines`: the lines of
+    metrics.jsonl.
     """
     steps = [line for line in lines if line["kind"] == "step"]
     seconds = {

@@ -131,8 +131,8 @@ async def _remove_unless_used(engine: aiodocker.Docker, name: str) -> bool:
 
 
 async def _current(engine: aiodocker.Docker, base: str, agents: Sequence[Sequence[Path]]) -> tuple[set[str], int]:
-    """Return the names that `prebuild` would give to the images of `agents` on `base` now, and the size of `base` in
-    bytes; no names and 0 if `base` no longer exists."""
+    """Return the names of the images that `prebuild` would make now from `base` and each of `agents`. Also return the
+    size of `base` in bytes. If `base` no longer exists, return no names and 0."""
     parent = await docker_engine.inspect_image(engine, base)
     if parent is None:
         return set(), 0

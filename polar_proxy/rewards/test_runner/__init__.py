@@ -17,6 +17,6 @@ There are two ways to run tests:
   code. Among its tests are canaries (`canaries.py`), which must fail. Verdicts count only if the child ended by
   itself, every canary failed, and neither assertions nor comparisons were changed (`integrity.py`).
 
-A task whose own command runs pytest needs neither: the command runs unchanged, with a plugin (`pytest_guard.py`) that
-runs canaries beside its tests.
+A task whose own command runs pytest uses neither of the two ways. Its command runs unchanged, with a plugin
+(`pytest_guard.py`) that runs canaries beside the tests.
 """

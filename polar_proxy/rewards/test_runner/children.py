@@ -22,7 +22,7 @@ _END_LINE = b'["end", '
 
 
 def run_children(job: dict[str, Any], link: Link) -> None:
-    """Run each group of tests that the judge sends in a forked child, one after the other, until the judge ends."""
+    """Receive groups of tests from the judge until it ends. Run each group in a forked child, one after the other."""
     while True:
         try:
             group = link.receive()
@@ -41,9 +41,9 @@ def run_children(job: dict[str, Any], link: Link) -> None:
 
 
 def _collect(child: int, reading: int) -> tuple[bytes, int]:
-    """Return the child's report and exit status. Kill the programs in its process group that still run.
+    """Wait until a child has ended, and return its report and exit status. Then kill the rest of its process group.
 
-    A child that never ends keeps the runner waiting until the time limit of the tests is over.
+    If the child never ends, the wait lasts until the time limit of the tests stops the whole runner.
     """
     data = b""
     # A program that the child left running may keep the pipe open after the last line.
@@ -118,8 +118,8 @@ def _run_child(job: dict[str, Any], group: dict[str, Any], writing: int) -> None
 def _prepare_path(tests: list[str]) -> None:
     """Add the workspace and the task's PYTHONPATH to the import path.
 
-    They come after the standard library, so that they do not shadow its modules. Exception: if a test's package has
-    the name of a module of the library, they come first.
+    They come after the standard library, so that they do not shadow its modules. But if a test's package has the same
+    name as a module of the standard library, they come first.
     """
     library = os.path.dirname(os.__file__)
     places = [index for index, path in enumerate(sys.path) if path.startswith(library) and "-packages" not in path]

@@ -57,9 +57,9 @@ class Integrity:
         return False
 
     def _watch_assertions(self) -> None:
-        """Make unittest's assertions compare each argument with a fresh object, and record whether one is equal.
+        """Make unittest's assertions compare their arguments with a fresh object. Record whether an argument equals it.
 
-        An argument that equals a fresh object would pass any assertion of equality.
+        Such an argument would pass any assertion of equality. Arguments of plain types are not compared.
         """
 
         def watched(assertion: Any) -> Any:

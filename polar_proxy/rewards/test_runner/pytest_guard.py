@@ -6,8 +6,9 @@ ended. It changes neither what pytest prints nor its exit status.
 
 `PytestRecorder` is for Polar's own runner (`children.py`): it reports verdicts and canaries to the judge.
 
-A test that code of the patch skips, or declares as expected to fail, counts as failed. A plugin in a file of the patch
-could decide the outcome of single tests and leave the canaries alone, so one such plugin discredits all verdicts.
+If code of the patch skips a test or declares it as expected to fail, the test counts as failed. A plugin in a file of
+the patch could forge the results of single tests without touching the canaries. So such a plugin discredits all
+verdicts.
 """
 
 from __future__ import annotations

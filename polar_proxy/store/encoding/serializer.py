@@ -45,7 +45,8 @@ USAGE_COLUMNS = {
     for field in fields(Usage)
     if field.name != "cached_tokens"
 }
-"""The column of `calls` for each field of a usage, except `cached_tokens`, which is a field of the record too."""
+"""The column of `calls` for each field of a usage. `cached_tokens` is left out: this column is filled from the field of
+the same name of the record."""
 _same_columns = attrgetter(*SAME_COLUMNS)
 
 
@@ -75,7 +76,7 @@ class RowBatch:
     conversation_items: list[TableRow] = field(default_factory=list)
     sessions: dict[str, SessionCounters] = field(default_factory=dict)
     refused: dict[int, Exception] = field(default_factory=dict)
-    """Position of a refused record among the records -> why it cannot be stored. The batch has no rows of it."""
+    """The records that cannot be stored: position in the batch -> error. The batch has no rows of these records."""
 
     def count(self, record: CallRecord) -> None:
         """Add a call to the counters of its session."""
@@ -274,7 +275,7 @@ def _own_columns(record: CallRecord) -> TableRow:
 
 
 def _provider_id_rows(record: CallRecord) -> list[TableRow]:
-    """Return the rows of the ids that a provider gave to a call's response and items, without ids of unusual length."""
+    """Return the rows of the ids that a provider gave to a call's response and items. Too long ids are left out."""
     given = {**(record.response_items or {}), **({record.response_id: None} if record.response_id else {})}
     places = {json_codec.clean_text(provider_id): place for provider_id, place in given.items()}
     same: TableRow = {"call_id": record.call_id, "session_id": record.session_id}

@@ -351,8 +351,8 @@ class OpenCallRepository(Repository):
         return await self._rows(OpenCall, query)
 
     async def are_abandoned(self, session_id: str, call_ids: Collection[str]) -> bool:
-        """Return whether the session has ended without waiting for these calls. Then the session is closed, and none
-        of the calls is announced any more."""
+        """Return whether the session has ended without waiting for these calls: the session is closed, and none of the
+        calls is announced any more."""
         announced = select(_o.call_id).where(_o.call_id.in_(list(call_ids))).exists()
         closed = select(_s.session_id).where(_s.session_id == session_id, _s.closed_at.is_not(None), ~announced)
         return bool(await self._scalars(closed))
