@@ -44,7 +44,7 @@ from polar_proxy.types import ANSWERED, Edge, Message
 _MIN_EVIDENCE = 40
 """An assistant turn of fewer characters may occur in two unrelated conversations."""
 _OPENING = 20_000
-"""How many characters at the beginning of each of the first messages are searched for quotes."""
+"""A limit in characters. Quotes are looked for in the first messages, in at most this much of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class PlacementQuery:
         return node.client_thread is None or self.metadata.thread in (None, node.client_thread)
 
     def quoted(self, nodes: Iterable[CallNode], *kinds: QuoteKind) -> list[CallNode]:
-        """Return the calls in `nodes` that have a quote of these kinds at the beginning of the conversation."""
+        """Return the calls in `nodes` that the beginning of the conversation quotes. Only quotes of `kinds` count."""
         opening = self.opening
         found = []
         for node in nodes:  # loops, because this runs for dozens of calls with every new conversation
@@ -201,8 +201,7 @@ def choose_parent(
 
 def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decision | None:
     """Return the decision for a request with the same messages and tool call ids as an earlier call; None for any
-    other.
-
+    other request.
     The ids distinguish parallel runs whose messages mean the same.
     """
     found = index.by_request.get(query.chain.keys[-1], ())
@@ -419,7 +418,8 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
 
 
 def _quotes_later(quoting: Sequence[CallNode], turn: CallNode | None) -> bool:
-    """Return whether a summary in `quoting` is later than the call `turn`. If so, the request follows the summary."""
+    """Return whether a call in `quoting` is later than the call `turn`. `quoting`: calls whose summary the request
+    quotes."""
     return turn is not None and any(summary.at > turn.at for summary in quoting)
 
 
