@@ -322,8 +322,8 @@ class DockerSandbox(Sandbox):
         """Return whether the container was ended from outside. Return False if only the command ended, or if the kernel
         ended the container because programs inside filled its memory.
 
-        For a moment the engine reports a killed container as running, so a new command is tried. If the command
-        succeeds, the container runs. If it fails, the engine's report decides: the limit of processes may be the cause.
+        For a moment Docker reports a killed container as running, so a new command is tried. If the command succeeds,
+        the container runs. The command may also fail because of the limit of processes: then Docker's report decides.
         """
         with contextlib.suppress(SandboxError):
             if (await self.exec(PROBE, cwd="/")).exit_code == 0:
@@ -361,7 +361,7 @@ class DockerSandbox(Sandbox):
             raise OSError(f"cannot write {path} in the sandbox: {reason}")
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:
-        """Send one archive with all files: a call of the engine costs as much as a thousand small files."""
+        """Send all files in one archive, because one call to Docker takes as long as a thousand small files."""
         check_tree_paths(files)
         if not files:
             return
