@@ -20,7 +20,7 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TokenIds
 
 GREEDY_BELOW = 1e-5
-"""At a lower temperature, the most likely token is taken, as in vLLM."""
+"""If the temperature is below this value, the most likely token is taken, as in vLLM."""
 
 
 class CannotContinueError(RequestError):

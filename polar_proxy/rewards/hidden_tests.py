@@ -200,7 +200,8 @@ class SwebenchEvaluator(Evaluator):
         return Score(float(detail["solved"]), detail, ran.log, signs=ran.signs)
 
     def _plan(self) -> TestPlan | None:
-        """Return the plan with which Polar's own runner runs the tests; None if the row's command must run them."""
+        """Return the plan with which Polar's own runner runs the tests; None if `command` or `eval_script` must
+        run them."""
         own = self.parser == "unittest" and self.eval_script is None and not self.fail_only and self.expected is None
         return plan_shell_command(self.command) if own else None
 
