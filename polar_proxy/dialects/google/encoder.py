@@ -55,7 +55,7 @@ class _PartWriter:
     thoughts: bool
     reasoning: str = ""
     signed_length: int = 0
-    """Number of characters, from the start of the reasoning, that the signatures so far hold."""
+    """Number of characters of the reasoning that earlier signatures hold, counted from its start."""
     called: bool = False
 
     def thought(self, text: str) -> list[Json]:
