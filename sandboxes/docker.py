@@ -141,8 +141,8 @@ class DockerSandbox(Sandbox):
     async def _own(self, *folders: str) -> None:
         """Make the image's user the owner of these folders, and create the missing ones.
 
-        The engine unpacks an archive with these folders and their owner, because root in the container may not change
-        owners.
+        Root in the container may not change owners. So Docker unpacks an archive that contains the folders with their
+        owner.
         """
         who = await self.exec(["sh", "-c", "id -u; id -g"], cwd="/")
         uid, gid = (int(n) for n in who.stdout.split())

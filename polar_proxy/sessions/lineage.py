@@ -297,9 +297,9 @@ def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
 
 
 def _summary_follows(query: PlacementQuery, same: int) -> bool:
-    """Return whether one of the three messages after the first `same` messages has the mark of a compaction's summary.
+    """Skip the first `same` messages. Return whether one of the next three has the mark of a compaction's summary.
 
-    The first of the three need not have the mark: Codex puts the user's messages before a summary.
+    The mark may come in the second or third, because Codex puts the user's messages before a summary.
     """
     following = RequestTexts.of(query.messages[same : same + 3], has_tools=False)
     return rules.match(rules.COMPACTED, following, query.metadata) is not None
