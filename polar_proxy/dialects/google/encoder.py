@@ -200,8 +200,8 @@ class GoogleEncoder(Encoder):
 
 
 def _args(arguments: str) -> Any:
-    """Return the arguments as the model wrote them. If they have line breaks, which would end an SSE event, return them
-    parsed."""
+    """Return a call's arguments for JSON output: the model's own text, byte for byte, or {} for an empty text. Parse
+    a text with line breaks, because a line break would end an SSE event."""
     if not arguments.strip():
         return {}
     if "\n" in arguments or "\r" in arguments:
