@@ -280,11 +280,11 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
 
 
 def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
-    """Return how many messages the request has in common with earlier calls: the pair (with answer, without answer).
+    """Return (answer_end, request_end): how many messages at the beginning of the request are from earlier calls.
 
-    With answer: the longest beginning of the request that is an earlier call's messages and their answer. Without
-    answer: the longest beginning that is an earlier call's messages only; 0 if it is shorter than the other beginning.
-    A number is 0 if there is no such beginning.
+    `answer_end`: length of the longest beginning that is an earlier call's messages and answer; 0 if there is none.
+    `request_end`: length of the longest beginning, shorter than the request, that is an earlier call's messages. 0 if
+    there is none, or if it is shorter than `answer_end`.
     """
     keys = query.chain.keys
     request_end = 0

@@ -66,8 +66,8 @@ class _PartWriter:
         return [self._sign({"text": text})] if text else []
 
     def call(self, call: ToolCall, *, cut: bool) -> list[Json]:
-        """Return the part of a tool call. `cut`: the token limit ended the answer here, so the arguments may be
-        incomplete."""
+        """Return the `Part` object of a tool call, in a list. `cut`: the token limit ended the answer here, so the
+        arguments may be incomplete."""
         unsent = None
         if is_json_object(call.arguments) or not (call.arguments.strip() or cut):
             part: Json = {"functionCall": {"name": call.name, "args": _args(call.arguments)}}
