@@ -83,7 +83,7 @@ class DockerSandbox(Sandbox):
         self._user = ""
         """User that all commands run as: the one that the image names."""
         self.runtime = "runc"
-        """Name of the engine's runtime that runs the container; known once the sandbox is open."""
+        """Name of the runtime with which Docker runs the container, such as runc; known once the sandbox is open."""
         self._running: set[asyncio.Task[int]] = set()
         """Tasks, each of which follows a running command."""
         self._ending: set[asyncio.Task[None]] = set()

@@ -237,7 +237,7 @@ def quotes_of(answers: Iterable[Message], compaction: bool) -> tuple[Quote, ...]
 
 
 def _strings(arguments: str) -> Sequence[str]:
-    """Return the strings among a tool call's arguments; none from inside lists or objects."""
+    """Return the values of a tool call's arguments that are strings. Strings inside lists and objects are left out."""
     try:
         value: Any = orjson.loads(arguments)
     except orjson.JSONDecodeError:
