@@ -26,7 +26,7 @@ class PolarError(Exception):
 
     exit_code = 1
     retry_after: str | None = None
-    """Value of the `retry-after` header with which an engine refused a call, to be passed on to the agent."""
+    """Value of the `retry-after` header, if an engine refused a call with one. The agent gets the same header."""
 
 
 class UsageError(PolarError):

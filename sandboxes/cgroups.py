@@ -91,7 +91,8 @@ def parents(controllers: set[str], root: Path = ROOT, own: str | None = None) ->
 def group_folders(
     sandbox_id: str, limits: ResourceLimits, root: Path = ROOT, own: str | None = None
 ) -> list[Path] | None:
-    """Return the folders that `create` will make, so that they can be registered before they exist."""
+    """Return the folders that `create` will make, so that they can be registered before they exist. Return None if the
+    sandbox needs no control group, or none can be made."""
     controllers = set(settings(limits, 1))
     folders = parents(controllers, root, own) if controllers and root.is_dir() else None
     return None if folders is None else sorted({folder / sandbox_id for folder in folders.values()})

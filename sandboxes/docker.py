@@ -83,7 +83,7 @@ class DockerSandbox(Sandbox):
         self._user = ""
         """User that all commands run as: the one that the image names."""
         self.runtime = "runc"
-        """Name of the engine's runtime that runs the container; known once the sandbox is open."""
+        """Name of the runtime with which Docker runs the container, such as runc; known once the sandbox is open."""
         self._running: set[asyncio.Task[int]] = set()
         """Tasks, each of which follows a running command."""
         self._ending: set[asyncio.Task[None]] = set()
@@ -141,8 +141,8 @@ class DockerSandbox(Sandbox):
     async def _own(self, *folders: str) -> None:
         """Make the image's user the owner of these folders, and create the missing ones.
 
-        The engine unpacks an archive with these folders and their owner, because root in the container may not change
-        owners.
+        Root in the container may not change owners. So Docker unpacks an archive that contains the folders with their
+        owner.
         """
         who = await self.exec(["sh", "-c", "id -u; id -g"], cwd="/")
         uid, gid = (int(n) for n in who.stdout.split())
@@ -322,8 +322,8 @@ class DockerSandbox(Sandbox):
         """Return whether the container was ended from outside. Return False if only the command ended, or if the kernel
         ended the container because programs inside filled its memory.
 
-        For a moment the engine reports a killed container as running, so a new command is tried. If the command
-        succeeds, the container runs. If it fails, the engine's report decides: the limit of processes may be the cause.
+        For a moment Docker reports a killed container as running, so a new command is tried. If the command succeeds,
+        the container runs. The command may also fail because of the limit of processes: then Docker's report decides.
         """
         with contextlib.suppress(SandboxError):
             if (await self.exec(PROBE, cwd="/")).exit_code == 0:
@@ -361,7 +361,7 @@ class DockerSandbox(Sandbox):
             raise OSError(f"cannot write {path} in the sandbox: {reason}")
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:
-        """Send one archive with all files: a call of the engine costs as much as a thousand small files."""
+        """Send all files in one archive, because one call to Docker takes as long as a thousand small files."""
         check_tree_paths(files)
         if not files:
             return

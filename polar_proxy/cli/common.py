@@ -189,8 +189,8 @@ def with_store(settings: Settings, work: Callable[[Store], Awaitable[T]], *, cre
 
 
 def observe_warnings(gateway: Gateway, settings: Settings, note: Callable[[str], None]) -> None:
-    """Warn when sampling parameters make traces approximate, and when an agent other than mini-swe-agent uses the
-    bundled policy. `note` gets the first of these warnings; the log gets the second."""
+    """Warn through `note` when sampling parameters make traces approximate. Warn in the log when an agent other than
+    mini-swe-agent uses the bundled policy."""
     from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
     from polar_proxy.traces.grades import DistributionNotes
 
@@ -206,8 +206,8 @@ def observe_warnings(gateway: Gateway, settings: Settings, note: Callable[[str],
 async def connect(settings: Settings, *, create: bool = False, patient: bool = False) -> AsyncIterator[AsyncClient]:
     """Yield a client of the server at `settings.url`. Without a URL, open the database and serve the API in-process.
 
-    `create`: create a missing database (without a URL). `patient`: wait about a minute for a server that restarts (with
-    a URL).
+    With a URL, `patient` waits about a minute for a server that restarts. Without a URL, `create` creates or upgrades
+    the database.
     """
     from polar_proxy.client import AsyncClient
     from polar_proxy.client.requests import MAX_TRIES

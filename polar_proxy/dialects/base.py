@@ -196,7 +196,7 @@ class Encoder(ABC):
 
     call_id: str
     created: int
-    """Time of creation in seconds since the epoch."""
+    """Start of the call in seconds since the epoch. The answer gives it as its time of creation."""
     sampled: EngineRequest | None = field(default=None, kw_only=True)
     """The first engine request, with the session's policy and all defaults applied."""
 

@@ -20,7 +20,7 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TokenIds
 
 GREEDY_BELOW = 1e-5
-"""At a lower temperature, the most likely token is taken, as in vLLM."""
+"""If the temperature is below this value, the most likely token is taken, as in vLLM."""
 
 
 class CannotContinueError(RequestError):
@@ -130,8 +130,8 @@ class Engine(ABC):
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
         """Return whether the engine's rendering of a request ends with the token ids `end`.
 
-        Some engines render in this process in place of their server. They ignore `end`, and return whether their own
-        rendering equals the server's. For most requests they repeat the result of an earlier comparison.
+        An engine that renders in this process ignores `end`, and returns whether its rendering equals that of its
+        server. For most requests it repeats the result of an earlier comparison.
         """
         rendered = await self.render(request)
         return rendered[max(0, len(rendered) - len(end)) :] == list(end)

@@ -14,8 +14,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class BusyClock:
-    """Measures the time in which at least one call was in the engine: each call enters the clock as a context
-    manager."""
+    """Measures the time in which at least one call was in the engine. Use: `with clock:` around each call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -42,7 +42,7 @@ class GatewayAddon:
         self._model_hosts: list[tuple[re.Pattern[str], re.Pattern[str]]] = []
         """Pairs of patterns: host names, and the paths of these hosts that go to the gateway."""
         self._reported: set[tuple[str, str]] = set()
-        """Event and host of each printed event."""
+        """Pairs (event, host) that were printed."""
         self._connected: set[str] = set()
         """Model hosts to which the program has opened a connection."""
         self._requested: set[str] = set()

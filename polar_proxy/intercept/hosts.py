@@ -275,8 +275,8 @@ def host_names(own: Iterable[str] = ()) -> tuple[str, ...]:
 def rules_for_proxy(*, record: bool) -> list[Json]:
     """Return a table for the proxy's addon: patterns of hosts, and of the paths that the addon sends to the gateway.
 
-    `record`: True if the provider answers. The gateway then gets only the requests that it passes on to the provider;
-    all others go directly to the provider.
+    `record`: True if the provider itself answers. Then only the paths marked `passed_on` go through the gateway; all
+    other requests go directly to the provider.
     """
     return [
         {"hosts": [_pattern(name) for name in host.hosts], "paths": _paths_for_gateway(host, record)}

@@ -103,7 +103,7 @@ class HiddenTestsEvaluator(Evaluator):
     async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory, parse: LogParser) -> Score | None:
         """Run the tests without a patch. Return None if all of `fail_to_pass` fail and all of `pass_to_pass` pass.
 
-        Otherwise, or if the tests run out of time, the task is at fault. Then return a score without a reward.
+        Any other result, or a timeout of the tests, is a fault of the task. Then return a score without a reward.
         """
         async with sandboxes() as workspace:
             report = await self._run(task, workspace, (), parse)
@@ -200,7 +200,8 @@ class SwebenchEvaluator(Evaluator):
         return Score(float(detail["solved"]), detail, ran.log, signs=ran.signs)
 
     def _plan(self) -> TestPlan | None:
-        """Return the plan with which Polar's own runner runs the tests; None if the row's command must run them."""
+        """Return the plan with which Polar's own runner runs the tests; None if `command` or `eval_script` must
+        run them."""
         own = self.parser == "unittest" and self.eval_script is None and not self.fail_only and self.expected is None
         return plan_shell_command(self.command) if own else None
 

@@ -141,7 +141,8 @@ class AgentRun:
 
 
 RunAgent = Callable[[str, bool, float], Awaitable[ExecResult]]
-"""Runs the agent on a message of the user: (message, whether to resume the conversation, time limit in seconds)."""
+"""Function that runs the agent on a message of the user. Arguments: the message, whether to resume the conversation,
+and the time limit in seconds."""
 
 
 async def play_dialogue(

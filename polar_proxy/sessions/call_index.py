@@ -29,7 +29,7 @@ of a tool call, an answer, and a line of an answer."""
 _MIN_TURN = 200
 """An assistant turn without tool calls identifies its conversation if it has at least this many characters."""
 _QUOTABLE = 32
-"""Number of the newest calls with quotes that are kept. Their quotes are looked for in a new conversation."""
+"""Maximum number of calls in `CallIndex.quotable`. A new conversation is searched for the quotes of these calls."""
 
 CallState = Literal["running"] | CallStatus
 QuoteKind = Literal["agent_prompt", "argument", "summary", "answer"]
@@ -237,7 +237,7 @@ def quotes_of(answers: Iterable[Message], compaction: bool) -> tuple[Quote, ...]
 
 
 def _strings(arguments: str) -> Sequence[str]:
-    """Return the strings among a tool call's arguments; none from inside lists or objects."""
+    """Return the values of a tool call's arguments that are strings. Strings inside lists and objects are left out."""
     try:
         value: Any = orjson.loads(arguments)
     except orjson.JSONDecodeError:

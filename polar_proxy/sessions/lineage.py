@@ -44,7 +44,7 @@ from polar_proxy.types import ANSWERED, Edge, Message
 _MIN_EVIDENCE = 40
 """An assistant turn of fewer characters may occur in two unrelated conversations."""
 _OPENING = 20_000
-"""How many characters at the beginning of each of the first messages are searched for quotes."""
+"""A limit in characters. Quotes are looked for in the first messages, in at most this much of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class PlacementQuery:
         return node.client_thread is None or self.metadata.thread in (None, node.client_thread)
 
     def quoted(self, nodes: Iterable[CallNode], *kinds: QuoteKind) -> list[CallNode]:
-        """Return the calls in `nodes` that have a quote of these kinds at the beginning of the conversation."""
+        """Return the calls in `nodes` that the beginning of the conversation quotes. Only quotes of `kinds` count."""
         opening = self.opening
         found = []
         for node in nodes:  # loops, because this runs for dozens of calls with every new conversation
@@ -201,8 +201,7 @@ def choose_parent(
 
 def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decision | None:
     """Return the decision for a request with the same messages and tool call ids as an earlier call; None for any
-    other.
-
+    other request.
     The ids distinguish parallel runs whose messages mean the same.
     """
     found = index.by_request.get(query.chain.keys[-1], ())
@@ -238,8 +237,8 @@ def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decisio
 def _answered_in_this_run(
     index: CallIndex, query: PlacementQuery, same: Sequence[CallNode], window: float
 ) -> CallNode | None:
-    """Return the newest of the earlier calls `same`, if this equal request probably repeats that call; else None.
-
+    """Return the newest call in `same`, the earlier calls with an equal request, if this request probably repeats
+    that call; else None.
     Three conditions must hold. The newest call ended less than `window` seconds ago. No call in `same` was continued.
     The request comes from the agent run that made these calls: the request contains tool call ids, which no two runs
     share, or it has an assistant turn and the session has only one thread.
@@ -281,11 +280,11 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
 
 
 def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
-    """Return how many messages the request has in common with earlier calls: the pair (with answer, without answer).
+    """Return (answer_end, request_end): how many messages at the beginning of the request are from earlier calls.
 
-    With answer: the longest beginning of the request that is an earlier call's messages and their answer. Without
-    answer: the longest beginning that is an earlier call's messages only; 0 if it is shorter than the other beginning.
-    A number is 0 if there is no such beginning.
+    `answer_end`: length of the longest beginning that is an earlier call's messages and answer; 0 if there is none.
+    `request_end`: length of the longest beginning, shorter than the request, that is an earlier call's messages. 0 if
+    there is none, or if it is shorter than `answer_end`.
     """
     keys = query.chain.keys
     request_end = 0
@@ -298,9 +297,9 @@ def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
 
 
 def _summary_follows(query: PlacementQuery, same: int) -> bool:
-    """Return whether one of the three messages after the first `same` messages has the mark of a compaction's summary.
+    """Skip the first `same` messages. Return whether one of the next three has the mark of a compaction's summary.
 
-    The first of the three need not have the mark: Codex puts the user's messages before a summary.
+    The mark may come in the second or third, because Codex puts the user's messages before a summary.
     """
     following = RequestTexts.of(query.messages[same : same + 3], has_tools=False)
     return rules.match(rules.COMPACTED, following, query.metadata) is not None
@@ -419,7 +418,8 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
 
 
 def _quotes_later(quoting: Sequence[CallNode], turn: CallNode | None) -> bool:
-    """Return whether a summary in `quoting` is later than the call `turn`. If so, the request follows the summary."""
+    """Return whether a call in `quoting` is later than the call `turn`. `quoting`: calls whose summary the request
+    quotes."""
     return turn is not None and any(summary.at > turn.at for summary in quoting)
 
 

@@ -41,7 +41,7 @@ class LossInputs:
     old_logprobs: Tensor
     """log mu, as the engine reported it when it sampled the token."""
     proximal_logprobs: Tensor
-    """log pi_prox."""
+    """log pi_prox (see the module)."""
     advantages: Tensor
     weights: Tensor
     """w_t: the weight of each token, from `token_weights`."""

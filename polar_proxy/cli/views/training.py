@@ -24,7 +24,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
 """Width of a sparkline in columns; a longer curve shows its last values."""
 _TIMED_STEPS = 10
-"""The time left is predicted from the mean duration of so many last steps."""
+"""Number of the latest steps whose mean duration predicts the time left."""
 CURVES = (
     ("reward", "reward"),
     ("solved_share", "solved"),

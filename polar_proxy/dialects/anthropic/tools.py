@@ -33,7 +33,7 @@ class AnthropicTools:
     eager: frozenset[str]
     """Tools with `eager_input_streaming`: their arguments are streamed in pieces, valid JSON or not."""
     of_provider: tuple[str, ...] = ()
-    """Types of the tools that Anthropic's own servers run. They are not offered."""
+    """Types of the tools that Anthropic's own servers run. These tools are not offered to the model."""
 
 
 def parse_tools(raw: list[Any], tool_choice: Json | None) -> AnthropicTools:

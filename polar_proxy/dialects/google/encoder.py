@@ -55,7 +55,7 @@ class _PartWriter:
     thoughts: bool
     reasoning: str = ""
     signed_length: int = 0
-    """Number of characters, from the start of the reasoning, that the signatures so far hold."""
+    """Number of characters of the reasoning that earlier signatures hold, counted from its start."""
     called: bool = False
 
     def thought(self, text: str) -> list[Json]:
@@ -66,8 +66,8 @@ class _PartWriter:
         return [self._sign({"text": text})] if text else []
 
     def call(self, call: ToolCall, *, cut: bool) -> list[Json]:
-        """Return the part of a tool call. `cut`: the token limit ended the answer here, so the arguments may be
-        incomplete."""
+        """Return the `Part` object of a tool call, in a list. `cut`: the token limit ended the answer here, so the
+        arguments may be incomplete."""
         unsent = None
         if is_json_object(call.arguments) or not (call.arguments.strip() or cut):
             part: Json = {"functionCall": {"name": call.name, "args": _args(call.arguments)}}
@@ -200,8 +200,8 @@ class GoogleEncoder(Encoder):
 
 
 def _args(arguments: str) -> Any:
-    """Return the arguments as the model wrote them. If they have line breaks, which would end an SSE event, return them
-    parsed."""
+    """Return a call's arguments for JSON output: the model's own text, byte for byte, or {} for an empty text. Parse
+    a text with line breaks, because a line break would end an SSE event."""
     if not arguments.strip():
         return {}
     if "\n" in arguments or "\r" in arguments:

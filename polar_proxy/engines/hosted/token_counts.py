@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 4
 _MESSAGE_MARKS = "<|im_start|>\n<|im_end|>"
-"""Added to the text of each message, to count the tokens that chat templates put around a message."""
+"""Added to each message before its tokens are counted, because chat templates put such marks around a message."""
 
 
 class TokenCounter:

@@ -22,7 +22,7 @@ _MIN_DICTIONARY, _DICTIONARY_PER_BYTE = 8192, 64
 """How much of a preset dictionary is used: `_DICTIONARY_PER_BYTE` bytes for each byte to compress, but at least
 `_MIN_DICTIONARY` bytes."""
 _LOOKAHEAD = 262
-"""zlib's window minus this number of bytes is the longest distance at which zlib finds a match (MIN_LOOKAHEAD)."""
+"""zlib's MIN_LOOKAHEAD. zlib finds matches up to a distance of its window's size minus this number of bytes."""
 _MAX_SMALL_JSON = 64 << 20
 
 _JSON_DICTIONARY = (

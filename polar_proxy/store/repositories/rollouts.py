@@ -89,7 +89,7 @@ class RolloutRow:
     prompt_tokens: int
     completion_tokens: int
     price_usd: float | None
-    """Sum of the known prices in US dollars of the session's calls; None if no price is known."""
+    """Price of the session's calls in US dollars, without calls of unknown price; None if no price is known."""
     traces: int
     trained_tokens: int
 
