@@ -185,7 +185,7 @@ def _task_reader() -> TypeAdapter[Task]:
 
 
 def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:
-    """Raise `BadTaskError` if the task would fail later or be judged wrongly. The error names the wrong field.
+    """Raise `BadTaskError` if the task would fail later or be judged wrongly. The error names the faulty field.
 
     Also refuses a task whose evaluators call functions that `code` does not allow. Imports no function.
     """

@@ -24,7 +24,7 @@ END_COLOURS = {"done": "green", "failed": "red", "timed_out": "yellow", "cancell
 _NOT_ACTIVE = {*END_COLOURS, "queued"}
 _MAX_LIVE_ROWS = 24
 _NEWEST_ENDS = 8
-"""Number of ended rollouts that are shown: the last ones that ended."""
+"""Maximum number of ended rollouts in the view. Rollouts that ended earlier are dropped from it."""
 
 
 @contextlib.contextmanager
