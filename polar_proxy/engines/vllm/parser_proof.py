@@ -332,11 +332,11 @@ class ParserProofs:
         sampling: ForcedSampling,
         conversations: list[Conversation],
     ) -> list[Parsers]:
-        """Return the pairs of parsers among `found` that also parse further answers as the server does.
+        """Return the pairs of parsers in `found` that also parse further answers as the server does.
 
-        The server samples answers that the pairs parse differently, until one pair is left. If no such answer is found,
-        the pairs count as equal, and one of them is returned. If the server cannot be made to sample such answers, all
-        pairs that are left are returned.
+        In each round, the server samples answers that the remaining pairs parse differently. If no such answer is
+        found, the pairs count as equal, and one of them is returned. If the rounds exclude no more pairs, all remaining
+        pairs are returned.
         """
         assert self.process is not None
         request = parser_request(self._client.model, sampling.request)
