@@ -248,8 +248,8 @@ class ParserProofs:
             raise CannotContinueError(unrecognised if problem is None else f"{problem} {unrecognised}")
 
     async def _misses_grammar(self, config: ParserConfig, request: ChatRequest) -> bool:
-        """Return True if the chat route adds a grammar, but this configuration has no parsers that add one in the side
-        process."""
+        """Return True if the server was seen to add a grammar of its own, but `config` does not explain this: it has no
+        parsers in the side process, or its parsers add no grammar."""
         if not self.adds_grammar:
             return False
         return config.kind != "process" or not await self._has_grammar(config.parsers, request)
