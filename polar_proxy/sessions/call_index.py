@@ -86,9 +86,9 @@ class CallIndex:
     by_request: dict[bytes, list[CallNode]] = field(default_factory=dict)
     """Calls by the key of their request's messages."""
     by_conversation: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers by a key of their conversation: all messages of the request, then the answer."""
+    """Answers, by a key of all messages of the request and the answer itself."""
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers by a key of all assistant turns of their conversation, the answer included."""
+    """Answers, by a key of all assistant turns of the request and the answer itself."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
     """Calls by the digest of two messages: the answer, and the message before it. If the answer is long or has tool
     calls, the answer alone identifies its call. Such a call is also found by the key (digest of the answer, ids of its

@@ -124,7 +124,8 @@ def fetch_for(
     *,
     text: bool = False,
 ) -> Callable[[], BuilderCalls]:
-    """Read the calls that meet `where` with these values, as `fetch` does. Return a function that unpacks the calls."""
+    """Read the calls that meet `where`, and their rescores if `builder` uses rescores. Return a function that unpacks
+    the calls. `values`: the values of the parameters in `where`."""
     loader = fetch(connection, where, values, text=text)
     load_rescores = _fetch_rescores(connection, where, values) if builder == RESCORED_BUILDER else None
 

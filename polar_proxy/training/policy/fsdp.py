@@ -298,8 +298,8 @@ def _destroy_process_group() -> None:
 
 
 def _shard_model(model: Any, mesh: Any) -> Any:
-    """Shard every block of the model by itself, so that it is gathered only while it computes. Embeddings, norm and
-    head are sharded together, as the root module."""
+    """Shard every block of the model by itself, so that a block's parameters are gathered only while it computes.
+    Embeddings, norm and head are sharded together, as the root module."""
     from torch.distributed.fsdp import fully_shard
 
     blocks = set(getattr(model, "_no_split_modules", None) or ())
