@@ -194,7 +194,7 @@ class ShardedCoordinator(ShardedLearner):
     ) -> T:
         """Run a method of `ShardedLearner` in all processes, by default with the same arguments.
 
-        Raises TrainingError if one of the others fails or is gone.
+        Raises TrainingError if the method fails in any process, or if another process is gone.
         """
         name = method.__name__
         try:
@@ -318,5 +318,5 @@ def _gather_tensor(value: Any) -> Any:
 
 
 def _is_sharded(value: Any) -> bool:
-    """Return whether a value of an optimiser's state is sharded like its parameter. Only the step count is not."""
+    """Return whether a value of an optimiser's state is sharded like its parameter. Only the step count is whole."""
     return isinstance(value, Tensor) and value.ndim > 0
