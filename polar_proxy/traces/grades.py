@@ -104,8 +104,8 @@ def off_distribution_note(call: CallRecord) -> str | None:
 
 
 class DistributionNotes:
-    """Calls `note` with the text of each call's `off_distribution_note`. Each text is passed on once, and at most
-    `_NOTES` texts in all."""
+    """An observer of calls. Passes the `off_distribution_note` of each call to `note`, but each text only once, and at
+    most `_NOTES` texts in all."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note

@@ -393,8 +393,8 @@ class ParserProofs:
     ) -> ParserConfig | str:
         """Return the configuration that parses with the server's route `/derender`, or why there is none.
 
-        For each whole answer, the route must give the chat route's result. If the route also gives this result for all
-        answers in pieces, streams are parsed piece by piece. Otherwise a stream is parsed at its end.
+        The route must parse each whole answer as the chat route did. If it also does so when the answers are sent in
+        pieces, streams are parsed piece by piece. Otherwise a stream is parsed at its end.
         """
 
         async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:

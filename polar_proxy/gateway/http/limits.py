@@ -120,10 +120,10 @@ class BodyBudget:
         self._of_session[wanting.session_id] += size
 
     def _make_room(self, wanting: BodyReservation, size: int) -> None:
-        """Refuse larger bodies that are still being read, the largest first, until `wanting` can take `size` more bytes.
+        """Refuse larger bodies that are still being read, until `wanting` can take `size` more bytes.
 
-        A body counts as larger if it exceeds the body of `wanting` plus `size`. Raises RequestError 429 if refusing all
-        larger bodies frees too little."""
+        The largest body is refused first. A body counts as larger if it exceeds the body of `wanting` plus `size`.
+        Raises RequestError 429 if refusing all larger bodies frees too little."""
         missing = self.held + size - self._limit
         for largest in sorted(self._reservations, key=lambda one: one.size, reverse=True):
             if missing <= 0 or largest.size <= wanting.size + size:
