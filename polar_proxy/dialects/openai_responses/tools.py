@@ -164,7 +164,7 @@ class ResponsesTools:
         return [offered]
 
     def offered_name(self, namespace: str | None, name: str) -> str:
-        """Return the name under which the engine is offered the client's tool `name`.
+        """Return the engine's name for the tool that the client calls `name` in `namespace`.
 
         If the body no longer has this tool, return `namespace__name`, or `name` if there is no namespace.
         """

@@ -60,7 +60,7 @@ class ProcessSpec:
     model: Path
     reference: Path | None
     rendezvous: Path
-    """A file that does not exist yet, by which the processes find each other."""
+    """The file by which torch's processes find each other. It must not exist yet."""
     threads: int
 
     @property
