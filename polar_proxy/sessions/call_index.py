@@ -29,7 +29,7 @@ of a tool call, an answer, and a line of an answer."""
 _MIN_TURN = 200
 """An assistant turn without tool calls identifies its conversation if it has at least this many characters."""
 _QUOTABLE = 32
-"""Maximum number of calls in `CallIndex.quotable`. A new conversation is searched for the quotes of these calls."""
+"""Maximum number of calls in `CallIndex.quotable`. Polar looks for their quotes in new conversations."""
 
 CallState = Literal["running"] | CallStatus
 QuoteKind = Literal["agent_prompt", "argument", "summary", "answer"]

@@ -286,9 +286,9 @@ class ParserProofs:
         sampling: ForcedSampling,
         conversations: list[Conversation],
     ) -> ParserConfig | str:
-        """Return `config` with the only pair of vLLM's parsers that parses these answers as the chat route does.
+        """Find the pair of vLLM's parsers that parses these answers as the chat route does. Return `config` with it.
 
-        Return a text with the reason if no pair does, if several do, or if vLLM's parsers cannot be run.
+        If no pair or several pairs do this, or if vLLM's parsers cannot be run, return the reason as a text.
         """
         if self.process is None:
             return "vLLM's package was not found on this machine."
