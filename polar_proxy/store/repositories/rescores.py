@@ -51,9 +51,9 @@ class Rescore:
 
 @dataclass(frozen=True, slots=True)
 class BuilderCalls:
-    """Calls in two forms: as recorded, and with the tokens that the traces of a builder have.
+    """The same calls twice: as they were recorded, and as a builder makes traces from them.
 
-    The forms differ only for the builder `rescored`: its traces have rescored tokens where none were recorded.
+    They differ only for the builder `rescored`: it uses rescored tokens where no tokens were recorded.
     """
 
     recorded: list[CallRecord]
