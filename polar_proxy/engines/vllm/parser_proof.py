@@ -266,7 +266,7 @@ class ParserProofs:
     async def _call_format_problem(self, sampling: ForcedSampling) -> str | None:
         """Return None if the Hermes parser can read tool calls in the chat template's format, else the reason.
 
-        The template's format counts because the model is expected to write its own calls in it, too.
+        The model is expected to write its calls as the template writes the calls of earlier turns.
         """
         if not self._tools:
             return None

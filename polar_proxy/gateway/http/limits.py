@@ -41,7 +41,7 @@ _BODY = "request body"
 _PIPELINED = 8
 """Maximum number of a connection's requests that wait while an earlier request is answered."""
 _SESSION_SHARE = 4
-"""The budget for all bodies, divided by this number, is the most that the bodies of one session get."""
+"""The bodies of one session may together hold 1 / `_SESSION_SHARE` of the budget for all bodies."""
 
 
 def raise_descriptor_limit() -> int:
