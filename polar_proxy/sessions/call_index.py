@@ -136,10 +136,10 @@ class CallIndex:
             del self.quotable[:-_QUOTABLE]
 
     def repeats(self, node: CallNode) -> int:
-        """Return how often an answered call was made, repetitions included.
+        """Return how often the agent has made this answered call; 1 without repetitions.
 
-        This is the larger of two numbers: how many answered calls have the same request, and how many consecutive
-        calls, up to this one, have the same answer.
+        This is the larger of two numbers: how many answered calls have this request, and how many calls in a row, up
+        to and including this call, have this answer.
         """
         same_request = sum(other.state in ANSWERED for other in self.by_request[node.request_key])
         same_answer, here = 1, node
