@@ -84,7 +84,7 @@ def grpo(
     ] = None,
     max_async_steps: Annotated[
         int | None,
-        typer.Option(min=0, help="Number of next steps whose rollouts begin early; 0: synchronous."),
+        typer.Option(min=0, help="Start rollouts up to N steps ahead of the training; 0: synchronous."),
     ] = None,
     eval_every: Annotated[
         int | None, typer.Option(min=0, help="Evaluate on held-out tasks every N steps; 0: never.")

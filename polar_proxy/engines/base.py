@@ -131,7 +131,7 @@ class Engine(ABC):
         """Return whether the engine's rendering of a request ends with the token ids `end`.
 
         An engine that renders in this process ignores `end`, and returns whether its rendering equals that of its
-        server. For most requests it repeats the result of an earlier comparison.
+        server. For most requests, such an engine returns the result of an earlier comparison.
         """
         rendered = await self.render(request)
         return rendered[max(0, len(rendered) - len(end)) :] == list(end)

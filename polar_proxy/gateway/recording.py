@@ -56,7 +56,7 @@ _LOGGED_ENDINGS: Mapping[CallStatus, tuple[int, str]] = {
     "upstream_error": (logging.WARNING, "failed"),
 }
 CallObserver = Callable[[CallRecord], None]
-"""Called with each call once it is committed. It runs in the event loop, so it must be quick."""
+"""A function that receives each call after its commit. It runs in the event loop, so it must be quick."""
 
 
 class ContinuedConversation(NamedTuple):

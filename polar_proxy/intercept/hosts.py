@@ -228,7 +228,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
 
 
 class InterceptedPath(NamedTuple):
-    """A path of a model host, with the rule that matches it; `rule` is None if none does."""
+    """A path of a model host. `rule`: the rule that matches the path, or None."""
 
     host: ModelHost
     rule: PathRule | None

@@ -98,7 +98,7 @@ class PrebuiltImageCounts:
     found: int = 0
     made: int = 0
     seconds: float = 0.0
-    """Seconds spent on finding and building."""
+    """Seconds spent on looking for images and building them."""
 
 
 class PrebuiltImageCache:

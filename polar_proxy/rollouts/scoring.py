@@ -45,9 +45,10 @@ async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
 
 
 async def _score_again(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-    """Score the work again after an error that did not occur without the patch.
+    """Score the work again. The evaluation with the patch failed, and the evaluation without it gave all verdicts.
 
-    The machine may have caused the error. If a verdict is missing again, the patch is at fault."""
+    The machine may have caused the failure. If the evaluation fails again or misses a verdict, the patch is at fault.
+    """
     try:
         score = await _evaluate(work, sandboxes)
     except (InfrastructureError, EvaluatorError) as error:

@@ -29,7 +29,7 @@ of a tool call, an answer, and a line of an answer."""
 _MIN_TURN = 200
 """An assistant turn without tool calls identifies its conversation if it has at least this many characters."""
 _QUOTABLE = 32
-"""Maximum number of calls in `CallIndex.quotable`. A new conversation is searched for the quotes of these calls."""
+"""Maximum number of calls in `CallIndex.quotable`. Polar looks for their quotes in new conversations."""
 
 CallState = Literal["running"] | CallStatus
 QuoteKind = Literal["agent_prompt", "argument", "summary", "answer"]
@@ -86,9 +86,9 @@ class CallIndex:
     by_request: dict[bytes, list[CallNode]] = field(default_factory=dict)
     """Calls by the key of their request's messages."""
     by_conversation: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers by a key of their conversation: all messages of the request, then the answer."""
+    """Answers, by a key of all messages of the request and the answer itself."""
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers by a key of all assistant turns of their conversation, the answer included."""
+    """Answers, by a key of all assistant turns of the request and the answer itself."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
     """Calls by the digest of two messages: the answer, and the message before it. If the answer is long or has tool
     calls, the answer alone identifies its call. Such a call is also found by the key (digest of the answer, ids of its
@@ -136,10 +136,10 @@ class CallIndex:
             del self.quotable[:-_QUOTABLE]
 
     def repeats(self, node: CallNode) -> int:
-        """Return how often an answered call was made, repetitions included.
+        """Return how often the agent has made this answered call; 1 without repetitions.
 
-        This is the larger of two numbers: how many answered calls have the same request, and how many consecutive
-        calls, up to this one, have the same answer.
+        This is the larger of two numbers: how many answered calls have this request, and how many calls in a row, up
+        to and including this call, have this answer.
         """
         same_request = sum(other.state in ANSWERED for other in self.by_request[node.request_key])
         same_answer, here = 1, node

@@ -104,8 +104,8 @@ def off_distribution_note(call: CallRecord) -> str | None:
 
 
 class DistributionNotes:
-    """Calls `note` with the text of each call's `off_distribution_note`. Each text is passed on once, and at most
-    `_NOTES` texts in all."""
+    """An observer of calls. Passes the `off_distribution_note` of each call to `note`, but each text only once, and at
+    most `_NOTES` texts in all."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -119,10 +119,10 @@ class DistributionNotes:
 
 
 def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
-    """Return whether the weights changed at an unknown token of an answer.
+    """Return whether the weights changed during an answer, and it is not known at which token.
 
-    `versions`: (first position, policy version) of each run of tokens of the answer. If the token is unknown, there is
-    one run, with the version "A..B": A was loaded before the answer, and B after it.
+    `versions`: the policy versions that sampled the answer, each with its first token position. If the place of the
+    change is unknown, there is one entry, with the version "A..B": A was loaded before the answer, and B after it.
     """
     return len(versions) == 1 and ".." in (versions[0][1] or "")
 

@@ -207,8 +207,7 @@ class _ItemReader:
     def _found_tools(self, item: Json, path: str) -> list[Json]:
         """Return the name and description of each tool in the result of a tool search.
 
-        The result shows the model nothing else of these tools, because `collect_tools` adds their definitions to the
-        offered tools.
+        Parameters are left out: `collect_tools` adds the full definitions of these tools to the offered tools.
         """
         found: list[Json] = []
         for raw in item.get("tools") or ():

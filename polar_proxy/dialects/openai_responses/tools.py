@@ -164,7 +164,7 @@ class ResponsesTools:
         return [offered]
 
     def offered_name(self, namespace: str | None, name: str) -> str:
-        """Return the name under which the engine is offered the client's tool `name`.
+        """Return the engine's name for the tool that the client calls `name` in `namespace`.
 
         If the body no longer has this tool, return `namespace__name`, or `name` if there is no namespace.
         """
@@ -268,9 +268,9 @@ def built_in_item(kind: str, arguments: str) -> Json | None:
 
 
 def built_in_arguments(kind: str, content: Json) -> Json:
-    """Return the arguments that the model wrote: `content` without nulls and without the tool's constants.
+    """Return the arguments that the model wrote, from a call of a built-in tool that a client sent.
 
-    `content`: the value of the field `BuiltInTool.arguments_field` of an item that the client sent.
+    `content`: these arguments, and maybe nulls and the tool's `constants`, which are left out.
     """
     constants = BUILT_IN_TOOLS[kind].constants
     return {

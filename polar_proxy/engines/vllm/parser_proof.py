@@ -248,8 +248,8 @@ class ParserProofs:
             raise CannotContinueError(unrecognised if problem is None else f"{problem} {unrecognised}")
 
     async def _misses_grammar(self, config: ParserConfig, request: ChatRequest) -> bool:
-        """Return True if the chat route adds a grammar, but this configuration has no parsers that add one in the side
-        process."""
+        """Return True if the server was seen to add a grammar of its own, but `config` does not explain this: it has no
+        parsers in the side process, or its parsers add no grammar."""
         if not self.adds_grammar:
             return False
         return config.kind != "process" or not await self._has_grammar(config.parsers, request)
@@ -266,7 +266,7 @@ class ParserProofs:
     async def _call_format_problem(self, sampling: ForcedSampling) -> str | None:
         """Return None if the Hermes parser can read tool calls in the chat template's format, else the reason.
 
-        The template's format counts because the model is expected to write its own calls in it, too.
+        The model is expected to write its calls as the template writes the calls of earlier turns.
         """
         if not self._tools:
             return None
@@ -286,9 +286,9 @@ class ParserProofs:
         sampling: ForcedSampling,
         conversations: list[Conversation],
     ) -> ParserConfig | str:
-        """Return `config` with the only pair of vLLM's parsers that parses these answers as the chat route does.
+        """Find the pair of vLLM's parsers that parses these answers as the chat route does. Return `config` with it.
 
-        Return a text with the reason if no pair does, if several do, or if vLLM's parsers cannot be run.
+        If no pair or several pairs do this, or if vLLM's parsers cannot be run, return the reason as a text.
         """
         if self.process is None:
             return "vLLM's package was not found on this machine."
@@ -332,11 +332,11 @@ class ParserProofs:
         sampling: ForcedSampling,
         conversations: list[Conversation],
     ) -> list[Parsers]:
-        """Return the pairs of parsers among `found` that also parse further answers as the server does.
+        """Return the pairs of parsers in `found` that also parse further answers as the server does.
 
-        The server samples answers that the pairs parse differently, until one pair is left. If no such answer is found,
-        the pairs count as equal, and one of them is returned. If the server cannot be made to sample such answers, all
-        pairs that are left are returned.
+        In each round, the server samples answers that the remaining pairs parse differently. If no such answer is
+        found, the pairs count as equal, and one of them is returned. If the rounds exclude no more pairs, all remaining
+        pairs are returned.
         """
         assert self.process is not None
         request = parser_request(self._client.model, sampling.request)
@@ -393,8 +393,8 @@ class ParserProofs:
     ) -> ParserConfig | str:
         """Return the configuration that parses with the server's route `/derender`, or why there is none.
 
-        For each whole answer, the route must give the chat route's result. If the route also gives this result for all
-        answers in pieces, streams are parsed piece by piece. Otherwise a stream is parsed at its end.
+        The route must parse each whole answer as the chat route did. If it also does so when the answers are sent in
+        pieces, streams are parsed piece by piece. Otherwise a stream is parsed at its end.
         """
 
         async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:

@@ -41,7 +41,7 @@ _BODY = "request body"
 _PIPELINED = 8
 """Maximum number of a connection's requests that wait while an earlier request is answered."""
 _SESSION_SHARE = 4
-"""The budget for all bodies, divided by this number, is the most that the bodies of one session get."""
+"""The bodies of one session may together hold 1 / `_SESSION_SHARE` of the budget for all bodies."""
 
 
 def raise_descriptor_limit() -> int:
@@ -120,10 +120,10 @@ class BodyBudget:
         self._of_session[wanting.session_id] += size
 
     def _make_room(self, wanting: BodyReservation, size: int) -> None:
-        """Refuse the largest bodies that are still being read, until `wanting` can reserve `size` more bytes.
+        """Refuse larger bodies that are still being read, until `wanting` can take `size` more bytes.
 
-        A body is refused only if it is larger than the body of `wanting` with these bytes. Raises RequestError 429 if
-        refusing all such bodies frees too little."""
+        The largest body is refused first. A body counts as larger if it exceeds the body of `wanting` plus `size`.
+        Raises RequestError 429 if refusing all larger bodies frees too little."""
         missing = self.held + size - self._limit
         for largest in sorted(self._reservations, key=lambda one: one.size, reverse=True):
             if missing <= 0 or largest.size <= wanting.size + size:

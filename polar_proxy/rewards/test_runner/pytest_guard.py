@@ -165,7 +165,7 @@ def _in_workspace(package: Any) -> bool:
 
 
 def run_canary(session: Any, canary: dict[str, str], number: int) -> tuple[str, str]:
-    """Run a canary by the same hooks as the tests. Return its id, which begins with a test file, and its verdict."""
+    """Run a canary through pytest's hooks, like a test. Return an id like that of a test, and the verdict."""
     files = [item.nodeid.partition("::")[0] for item in getattr(session, "items", ())] or ["test_all.py"]
     make: Any = getattr(CanaryItem, "from_parent", None)  # before pytest 5.4 there is only the constructor
     item: Any = make(session, name=canary["name"]) if make else CanaryItem(canary["name"], session)

@@ -1,4 +1,4 @@
-"""Tests by value: the judge runs the tests, and the worker runs the agent's code, which never sees the tests."""
+"""Tests by value: the judge runs the tests. The worker runs the agent's code and never sees the tests."""
 
 from __future__ import annotations
 

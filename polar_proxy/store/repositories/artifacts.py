@@ -104,7 +104,7 @@ class RewardRepository(Repository):
         return await self._rows(RewardRow, _select_rewards.where(_w.rollout_id == rollout_id).order_by(_w.reward_id))
 
     async def of_session(self, session_id: str) -> list[RewardRow]:
-        """Return the rewards of a session that has no rollout, its traces and its calls, oldest first."""
+        """Return the rewards of a session without a rollout, including those of its traces and calls, oldest first."""
         return await self._rows(RewardRow, _select_rewards.where(_w.session_id == session_id).order_by(_w.reward_id))
 
 

@@ -51,9 +51,9 @@ class Rescore:
 
 @dataclass(frozen=True, slots=True)
 class BuilderCalls:
-    """Calls in two forms: as recorded, and with the tokens that the traces of a builder have.
+    """The same calls twice: as they were recorded, and as a builder makes traces from them.
 
-    The forms differ only for the builder `rescored`: its traces have rescored tokens where none were recorded.
+    They differ only for the builder `rescored`: it uses rescored tokens where no tokens were recorded.
     """
 
     recorded: list[CallRecord]
@@ -124,7 +124,8 @@ def fetch_for(
     *,
     text: bool = False,
 ) -> Callable[[], BuilderCalls]:
-    """Read the calls that meet `where` with these values, as `fetch` does. Return a function that unpacks the calls."""
+    """Read the calls that meet `where`, and their rescores if `builder` uses rescores. Return a function that unpacks
+    the calls. `values`: the values of the parameters in `where`."""
     loader = fetch(connection, where, values, text=text)
     load_rescores = _fetch_rescores(connection, where, values) if builder == RESCORED_BUILDER else None
 

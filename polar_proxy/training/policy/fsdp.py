@@ -60,7 +60,7 @@ class ProcessSpec:
     model: Path
     reference: Path | None
     rendezvous: Path
-    """A file that does not exist yet, by which the processes find each other."""
+    """The file by which torch's processes find each other. It must not exist yet."""
     threads: int
 
     @property
@@ -194,7 +194,7 @@ class ShardedCoordinator(ShardedLearner):
     ) -> T:
         """Run a method of `ShardedLearner` in all processes, by default with the same arguments.
 
-        Raises TrainingError if one of the others fails or is gone.
+        Raises TrainingError if the method fails in any process, or if another process is gone.
         """
         name = method.__name__
         try:
@@ -298,8 +298,8 @@ def _destroy_process_group() -> None:
 
 
 def _shard_model(model: Any, mesh: Any) -> Any:
-    """Shard every block of the model by itself, so that it is gathered only while it computes. Embeddings, norm and
-    head are sharded together, as the root module."""
+    """Shard every block of the model by itself, so that a block's parameters are gathered only while it computes.
+    Embeddings, norm and head are sharded together, as the root module."""
     from torch.distributed.fsdp import fully_shard
 
     blocks = set(getattr(model, "_no_split_modules", None) or ())
@@ -318,5 +318,5 @@ def _gather_tensor(value: Any) -> Any:
 
 
 def _is_sharded(value: Any) -> bool:
-    """Return whether a value of an optimiser's state is sharded like its parameter. Only the step count is not."""
+    """Return whether a value of an optimiser's state is sharded like its parameter. Only the step count is whole."""
     return isinstance(value, Tensor) and value.ndim > 0
