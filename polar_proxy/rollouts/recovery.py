@@ -53,7 +53,7 @@ async def recover(store: Store) -> list[str]:
 
 
 def describe_removed(removed: Sequence[orphans.RemovedItem]) -> list[str]:
-    """Return a readable line about the removed sandboxes of killed processes; no line if there were none."""
+    """Return one readable line about the removed sandboxes of killed processes; no line if `removed` is empty."""
     if not removed:
         return []
     kinds = Counter(item.what for item in removed if item.what != "record")
