@@ -302,9 +302,9 @@ class ServerProbe:
         return False
 
     async def _renders(self, *, tools: bool) -> bool:
-        """Return whether `VllmClient.render` gives the chat route's prompt ids for each of some test conversations.
+        """Return whether `VllmClient.render` gives the same prompt ids as the chat route for all test conversations.
 
-        If `render` and the chat route both refuse a conversation, they count as equal, except for `USER`.
+        A conversation that both refuse counts as equal. The conversation `USER` must be rendered.
         """
 
         async def equal(messages: list[Json], **fields: Any) -> bool:
