@@ -29,7 +29,7 @@ from polar_proxy.types import EngineInfo, Json, LogprobMode
 
 REFUSED = "Recording for training is refused."
 _END_CANDIDATES = 12
-"""The first tokens after a message are tried as the end-of-turn token: at most this number."""
+"""To find the end-of-turn token, at most this many tokens after a message are tried."""
 _CALL: Json = {"id": "polarcal1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
 _CANONICAL: list[Json] = [
     {"role": "system", "content": "You are terse."},
