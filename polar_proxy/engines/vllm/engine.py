@@ -294,5 +294,5 @@ class VllmEngine(LocallyRenderingEngine):
         return self._weight_version
 
     def weights_changed(self) -> None:
-        """Discard the known policy version, so that the server is asked for it when it is needed next."""
+        """Discard the cached policy version. The next call of `weight_version` asks the server for the version."""
         self._weights_changed_at = time.monotonic()
