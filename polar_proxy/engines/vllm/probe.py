@@ -59,7 +59,7 @@ class VerifiedServer:
     parsers: ParserProofs | CannotContinueError
     """How answers that are sampled from exact ids are parsed, or why this is impossible."""
     adds_grammar: bool
-    """True if the chat route was seen to sample answers with tools under a grammar that the request did not ask for."""
+    """True if a test showed that the chat route constrains answers by a grammar as soon as a request has tools."""
     model_path: str
     """The folder of the model: the one that was given, or the folder or Hub name that the server reports."""
 
