@@ -155,8 +155,8 @@ def ensure_python(minors: Sequence[str], cache_root: Path) -> Path:
 
 
 def _candidates(minor: str, cache_root: Path) -> Iterator[Path]:
-    """Yield files that may be a Python of version `minor`. More than one is needed, because the first on PATH may be a
-    pyenv shim that does not start."""
+    """Yield all files that may be a Python of version `minor`. The first file on PATH is not enough: a shim of pyenv may
+    not start."""
     name = f"python{minor}"
     home = Path.home()
     folders = [Path(entry) for entry in os.get_exec_path()]

@@ -59,7 +59,7 @@ class VerifiedServer:
     parsers: ParserProofs | CannotContinueError
     """How answers that are sampled from exact ids are parsed, or why this is impossible."""
     adds_grammar: bool
-    """True if a test showed that the chat route constrains answers by a grammar as soon as a request has tools."""
+    """True if a test showed that the chat route adds a grammar of its own to requests with tools."""
     model_path: str
     """The folder of the model: the one that was given, or the folder or Hub name that the server reports."""
 
