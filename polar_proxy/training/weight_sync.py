@@ -379,7 +379,7 @@ async def request(
 
 
 def with_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights, and a tied output head also under a name of its own.
+    """Return the weights with an entry for the output head, even if the head is tied to the embedding.
 
     Servers with a separate head need this entry; other servers skip it.
     """
