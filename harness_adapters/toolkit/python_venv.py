@@ -155,7 +155,7 @@ def ensure_python(minors: Sequence[str], cache_root: Path) -> Path:
 
 
 def _candidates(minor: str, cache_root: Path) -> Iterator[Path]:
-    """Yield all files that may be a Python of version `minor`. The first file on PATH is not enough: a shim of pyenv may
+    """Yield all files that may be a Python of version `minor`. The first file on PATH is not enough: a pyenv shim may
     not start."""
     name = f"python{minor}"
     home = Path.home()
