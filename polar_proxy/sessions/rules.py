@@ -16,7 +16,7 @@ from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.types import Message
 
 _SEARCHED_CHARS = 4000
-"""Rules look for their patterns in the first and in the last 4000 characters of a text."""
+"""Number of characters, at each end of a text, in which rules look for their patterns."""
 
 
 @dataclass(frozen=True, slots=True)
