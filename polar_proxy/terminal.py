@@ -85,7 +85,7 @@ class LogContext:
 
 
 class SafeLogFormatter(logging.Formatter):
-    """Formats a record, with its traceback, as one message. Ids of `LogContext` that the message does not name are
+    """Formats a record, with its traceback, as one message. If the message lacks an id of `LogContext`, the id is
     appended."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:

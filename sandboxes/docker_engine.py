@@ -313,9 +313,9 @@ async def kill_container(container: Any) -> None:
 
 
 async def changed_names(engine: aiodocker.Docker, name: str, folder: str) -> set[str] | None:
-    """Return the names directly below `folder`, except `.git`, where the container differs from its image.
+    """Return the entries of `folder` whose content differs between a container and its image. `.git` is left out.
 
-    Returns None if any name may differ: the folder was replaced, or a changed file has a name that is not UTF-8.
+    Returns None if any entry may differ: the folder was replaced, or a changed entry has a name that is not UTF-8.
     Raises `TreeTooLarge` if the engine's list is longer than `CHANGES_BYTES`.
     """
     listing = bytearray()

@@ -5,8 +5,8 @@ requested minor versions and can make virtual environments. Interpreters are tri
 Polar, those on PATH and in the folders of version managers, and those that were fetched earlier. If none of them fits,
 `uv` fetches an interpreter.
 
-uv downloads it from the releases of the python-build-standalone project, or from the mirror in
-UV_PYTHON_INSTALL_MIRROR, because no package on PyPI or npm contains an interpreter. Without access to either, the user
+No package on PyPI or npm contains an interpreter. uv therefore downloads it from the releases of the
+python-build-standalone project, or from the mirror in UV_PYTHON_INSTALL_MIRROR. If neither can be reached, the user
 must install Python.
 """
 
@@ -155,8 +155,8 @@ def ensure_python(minors: Sequence[str], cache_root: Path) -> Path:
 
 
 def _candidates(minor: str, cache_root: Path) -> Iterator[Path]:
-    """Yield files that may be a Python of version `minor`. More than one is needed, because the first on PATH may be a
-    pyenv shim that does not start."""
+    """Yield all files that may be a Python of version `minor`. The first file on PATH is not enough: a pyenv shim may
+    not start."""
     name = f"python{minor}"
     home = Path.home()
     folders = [Path(entry) for entry in os.get_exec_path()]

@@ -43,8 +43,8 @@ from polar_proxy.tasks import Task, check_task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
 _GRACE_SECONDS = 60.0
-"""During the wait of `wait_idle`, the pause has an end, so that it does not last if this process is killed. The end is
-this many seconds after the wait times out."""
+"""If this process is killed during the wait of `wait_idle`, the pause ends by itself this many seconds after the
+wait would have timed out."""
 
 _STREAM: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}}
 

@@ -9,7 +9,7 @@ examines nothing for a long time and then everything.
   step are not examined again before the next full collection. A busy gateway makes so many objects that a step would
   take 60 ms if steps came only once a second.
 * A full collection runs when no request is being answered, and at the latest after an hour. It is needed only for
-  reference cycles that were still in use when a step examined them; a call leaves none
+  reference cycles that were still in use when a step examined them. Calls leave no such cycles
   (`tests/gateway/test_cyclic_garbage.py`).
 * Nothing is collected while the process has disabled the collector (`gc.disable`).
 * The objects made at start-up are never examined: they live as long as the process.

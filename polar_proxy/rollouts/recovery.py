@@ -53,7 +53,7 @@ async def recover(store: Store) -> list[str]:
 
 
 def describe_removed(removed: Sequence[orphans.RemovedItem]) -> list[str]:
-    """Return a readable line about the removed sandboxes of killed processes; no line if there were none."""
+    """Return one readable line about the removed sandboxes of killed processes; no line if `removed` is empty."""
     if not removed:
         return []
     kinds = Counter(item.what for item in removed if item.what != "record")
@@ -89,10 +89,10 @@ async def _remove_lost_calls(store: Store) -> list[str]:
 
 
 async def account_for_reclaimed(store: Store, reclaimed: Mapping[str, int]) -> list[str]:
-    """After rollouts were reclaimed from a worker, put their calls into traces, or exclude the calls.
+    """Put the calls of rollouts that were reclaimed from a worker into traces, or exclude them with a reason.
 
     `reclaimed`: rollout id -> number of its next attempt, or 0 if the rollout has ended (see
-    `store.queue.reclaim_expired`). Returns the ids of the groups of the rollouts that have ended."""
+    `store.queue.reclaim_expired`). Returns the group id of each rollout that has ended."""
     for rollout_id in reclaimed:
         await exclude_orphaned_calls(store, rollout_id)
     return [await store.rollouts.group_id(rollout_id) for rollout_id, attempt in reclaimed.items() if not attempt]

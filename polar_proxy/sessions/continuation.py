@@ -104,7 +104,7 @@ class PromptPlan:
     reason: PromptReason | None = None
     """Why the prompt does not continue the tokens of an earlier call; None if it does."""
     past_reasoning: PastReasoning | None = None
-    """The setting `past_reasoning`. None if the prompt continues no call and the `reason` is not this setting."""
+    """The setting `past_reasoning`, if the prompt continues a call or this setting prevented that; otherwise None."""
     config: PromptConfig | None = None
     """Digests of the request's tools and template options; None for a raw prompt."""
     under_grammar: bool = False

@@ -16,7 +16,7 @@ from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.types import Message
 
 _SEARCHED_CHARS = 4000
-"""A rule's pattern is searched in this many characters at the beginning of a text, and in as many at its end."""
+"""Number of characters, at each end of a text, in which rules look for their patterns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ _WRITE_LOCK = 120
 class RollbackOnClose(sqlite3.Connection):
     """A connection that rolls back its transaction when it is closed.
 
-    Otherwise the transaction and its locks would outlive the close for as long as Python holds one of the connection's
-    statements. The traceback of a cancelled task holds a statement until the garbage collector runs.
+    Without the rollback, a closed connection would keep its transaction and locks while Python still refers to one of
+    its statements. The traceback of a cancelled task refers to a statement until the garbage collector runs.
 
     The connection may be closed more than once, because a close that was cancelled is repeated.
     """
@@ -99,7 +99,7 @@ def is_locked(error: Exception) -> bool:
 
 
 def name_lock_holder(path: Path) -> str:
-    """Return the pid and name of the process that has the lock of a database, as the beginning of a sentence."""
+    """Return the subject of a sentence: the process that has the lock of a database, by pid and name if known."""
     holders = [pid for pid in write_lock_holders(path) if pid > 0]
     if not holders:
         return "Another process"

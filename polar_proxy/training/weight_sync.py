@@ -178,8 +178,9 @@ class VllmControl:
     """Treatment of calls in flight: `keep` freezes them and continues with the new weights, `wait` lets them finish
     first, `abort` aborts them."""
     engine: VllmEngine | None = None
-    """The only client that samples from the server, if it is in this process. None: other processes sample too, so the
-    pause lasts until every client has dropped its cached weight version (WEIGHT_VERSION_SECONDS)."""
+    """This process's client of the server. Give it only if no other client samples from the server. None: other
+    processes may sample too, so the pause lasts until each has dropped its cached weight version
+    (WEIGHT_VERSION_SECONDS)."""
     transport: httpx.AsyncBaseTransport | None = None
 
     @contextlib.asynccontextmanager
@@ -378,7 +379,7 @@ async def request(
 
 
 def with_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights, and a tied output head also under a name of its own.
+    """Return the weights with an entry for the output head, even if the head is tied to the embedding.
 
     Servers with a separate head need this entry; other servers skip it.
     """

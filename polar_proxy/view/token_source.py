@@ -172,8 +172,8 @@ async def advantage_of(store: Store, trace: TraceSummary) -> float | None:
 def group_advantages(rows: Iterable[RolloutRow]) -> dict[str, float | None]:
     """Return rollout id -> GRPO advantage within the group; None for a rollout without a reward.
 
-    Unfinished rollouts do not count, and are not in the result. The reward of an incomplete rollout counts, as in
-    training.
+    Rollouts that have not ended do not count, and are not in the result. As in training, a reward counts even if some
+    calls of its rollout were not recorded.
     """
     return advantages_by_rollout({row.rollout_id: row.reward for row in rows if row.final})
 

@@ -75,7 +75,7 @@ def _load(model: str) -> tiktoken.Encoding | None:
 
 
 def request_text(request: EngineRequest) -> str:
-    """Return the text that the model reads in a request, to count tokens: messages and tools, joined, or a raw prompt.
+    """Return the text whose tokens are counted for a request: its messages and tools, or its raw prompt.
 
     Empty for a raw prompt of token ids.
     """

@@ -76,7 +76,7 @@ class LlamaCppClient(OpenAIClient):
         return str(self.field(await self.json("POST", "/detokenize", {"tokens": list(token_ids)}), "content"))
 
     async def forced(self, prompt: Sequence[int], token: int, **more: Any) -> Json:
-        """Force the server by a logit bias to sample `token` after `prompt`, and return the server's response.
+        """Make the server sample `token` after `prompt`, by a logit bias. Return the server's response.
 
         The bias does not change the reported log-probabilities, which are those of the model at temperature 1.
         """

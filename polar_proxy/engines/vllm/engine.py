@@ -10,8 +10,8 @@ conversation is continued, and `continue_problem` says why.
 
 An answer of the chat route is streamed from the server if the client streams or the request has tools. Without tools, a
 client that does not stream is served from one JSON object, which costs much less than a stream of many chunks. With
-tools, the object and the stream may differ: a tool call that `max_tokens` cut is raw text in one and a tool call in the
-other. The answer must not depend on whether the agent streams.
+tools, the object and the stream may differ if `max_tokens` cuts a tool call: only one of the two then has the call, the
+other has its raw text. The answer must not depend on whether the agent streams.
 """
 
 from __future__ import annotations
@@ -294,5 +294,5 @@ class VllmEngine(LocallyRenderingEngine):
         return self._weight_version
 
     def weights_changed(self) -> None:
-        """Discard the known policy version, so that the server is asked for it when it is needed next."""
+        """Discard the cached policy version. The next call of `weight_version` asks the server for the version."""
         self._weights_changed_at = time.monotonic()

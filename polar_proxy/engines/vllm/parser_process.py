@@ -107,10 +107,10 @@ class ParserProcess:
     async def distinguish(
         self, request: Json, prompts: Sequence[Sequence[int]], answers: Json, parsers: Sequence[Parsers], seed: int
     ) -> list[tuple[int, list[int]]]:
-        """Return random answers that these pairs of parsers parse differently, each as (index in `prompts`, ids).
+        """Return random answers that these pairs of parsers parse differently; empty if no such answer was found.
 
-        Each tried answer consists of ids from `answers`: `start`, one of `bodies` with random changes, and `stop`. Only
-        the changed body is returned. The list is empty if the pairs parsed every tried answer alike.
+        `answers`: lists of ids under the keys `start`, `bodies` and `stop`. To try an answer, one body is changed at
+        random and put between `start` and `stop`. Each answer is returned as (index in `prompts`, changed body).
         """
         await self.ensure_started()
         line = {"op": "distinguish", "request": request, "prompts": prompts, "answers": answers, "seed": seed}

@@ -29,7 +29,7 @@ from polar_proxy.types import EngineInfo, Json, LogprobMode
 
 REFUSED = "Recording for training is refused."
 _END_CANDIDATES = 12
-"""The first tokens after a message are tried as the end-of-turn token: at most this number."""
+"""To find the end-of-turn token, at most this many tokens after a message are tried."""
 _CALL: Json = {"id": "polarcal1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
 _CANONICAL: list[Json] = [
     {"role": "system", "content": "You are terse."},
@@ -59,7 +59,7 @@ class VerifiedServer:
     parsers: ParserProofs | CannotContinueError
     """How answers that are sampled from exact ids are parsed, or why this is impossible."""
     adds_grammar: bool
-    """True if the chat route was seen to sample answers with tools under a grammar that the request did not ask for."""
+    """True if a test showed that the chat route adds a grammar of its own to requests with tools."""
     model_path: str
     """The folder of the model: the one that was given, or the folder or Hub name that the server reports."""
 
@@ -302,9 +302,9 @@ class ServerProbe:
         return False
 
     async def _renders(self, *, tools: bool) -> bool:
-        """Return whether `VllmClient.render` gives the chat route's prompt ids for each of some test conversations.
+        """Return whether `VllmClient.render` gives the same prompt ids as the chat route for all test conversations.
 
-        If `render` and the chat route both refuse a conversation, they count as equal, except for `USER`.
+        A conversation that both refuse counts as equal. The conversation `USER` must be rendered.
         """
 
         async def equal(messages: list[Json], **fields: Any) -> bool:

@@ -254,7 +254,10 @@ class MaintenanceRepository(Repository):
     async def _delete_unused(
         self, key: Column[Any], users: Sequence[Column[Any]], keys: Sequence[bytes] | None = None
     ) -> list[bytes | None]:
-        """Delete the unused rows of the table of `key`. Returns their keys; for nodes, the parents' ids instead."""
+        """Delete unused rows of the table of `key`: all, or those in `keys`. Returns the deleted keys.
+
+        For nodes, the ids of the deleted nodes' parents are returned instead.
+        """
         statement = delete(key.table).where(*_unused(key, users))
         if keys is not None:
             statement = statement.where(key.in_(keys))
