@@ -103,8 +103,8 @@ class GatewaySettings(_Section):
     cache_mb: int = Field(256, ge=1)
     """Memory in MiB for the last request of each session and the tokens of answers that may be continued. Two more
     caches each have a limit of the same size: one holds hashes that show which messages and tokens of a session are
-    stored already, the other holds answers of hosted models that the provider signed. If a session does not fit, its
-    calls are parsed and hashed from the beginning, which takes the gateway several times as long."""
+    stored already, the other holds answers of hosted models that the provider signed. If a session does not fit into the
+    caches, the gateway parses and hashes each call from the beginning. This takes several times as long."""
     heartbeat_seconds: float = Field(15.0, gt=0)
     """Send a comment line on a stream that has been silent for this long. Google's streams get none."""
     headers_after_seconds: float = Field(2.0, ge=0)

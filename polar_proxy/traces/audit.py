@@ -263,7 +263,7 @@ def _require_same_model(
         if comparable and template_hash != served:
             raise UsageError(
                 f"Traces of {model!r} were recorded with another chat template or tokenizer than the engine's: serve "
-                "the model with the same template and tokenizer as then. If only the template was edited, add "
+                "the model with the template and tokenizer of the recording. If only the template was edited, add "
                 "--same-model."
             )
 

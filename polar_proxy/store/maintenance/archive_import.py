@@ -246,7 +246,7 @@ class _Transfer:
                     )
 
     async def _copy_events(self) -> None:
-        """Import the events that are not stored yet. Raises StoreError if one of them belongs to a rollout that was
+        """Import the events that are not stored yet. Raises StoreError if such an event belongs to a rollout that was
         stored before the import.
 
         Events are compared without their numbers, because every database assigns its own.
