@@ -103,8 +103,8 @@ class GatewaySettings(_Section):
     cache_mb: int = Field(256, ge=1)
     """Memory in MiB for the last request of each session and the tokens of answers that may be continued. Two more
     caches each have a limit of the same size: one holds hashes that show which messages and tokens of a session are
-    stored already, the other holds answers of hosted models that the provider signed. If a session does not fit into the
-    caches, the gateway parses and hashes each call from the beginning. This takes several times as long."""
+    stored already, the other holds answers of hosted models that the provider signed. If a session does not fit into
+    the caches, the gateway parses and hashes each call from the beginning. This takes several times as long."""
     heartbeat_seconds: float = Field(15.0, gt=0)
     """Send a comment line on a stream that has been silent for this long. Google's streams get none."""
     headers_after_seconds: float = Field(2.0, ge=0)
@@ -144,9 +144,9 @@ class GatewaySettings(_Section):
     my-resource.openai.azure.com. `polar intercept` needs no such list."""
     provider_tools: Literal["remove", "refuse", "allow"] = "allow"
     """Tools in a request that the model's provider would run itself, such as a web search or a code interpreter. They
-    are recorded with the call. `allow`: the engine `passthrough` passes them on, and such answers are never trained;
-    other engines do not offer them to the model. `refuse`: the request is refused with status 400. `remove`: they are
-    not offered to any model; a server with `passthrough`, which changes no request, does not start with this value."""
+    are recorded with the call. `allow`: the engine `passthrough` passes the tools on, and the answers are never trained;
+    other engines do not offer the tools to the model. `refuse`: the request is refused with status 400. `remove`: the
+    tools are not offered to any model. `passthrough` changes no request, so with `remove` it does not start."""
     hooks: str | None = None
     """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Tasks and
     requests cannot set a hook."""

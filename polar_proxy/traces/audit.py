@@ -38,7 +38,7 @@ range. In fp32, decode and prefill of the same tokens differ by 1e-5 to 1e-3; in
 CONTEXT_TOKENS = 24
 """Number of tokens that the report shows before each of the tokens that differ most."""
 UNKNOWN = "unknown"
-"""The key for counts of traces without a harness (no rollout) and of tokens without a policy version."""
+"""The key under which traces without a harness, and tokens without a policy version, are counted."""
 _WORST_PER_TRACE = 3
 _WORST_IN_REPORT = 10
 _INFORMATIVE_BELOW = -0.1
