@@ -144,9 +144,10 @@ class GatewaySettings(_Section):
     my-resource.openai.azure.com. `polar intercept` needs no such list."""
     provider_tools: Literal["remove", "refuse", "allow"] = "allow"
     """Tools in a request that the model's provider would run itself, such as a web search or a code interpreter. They
-    are recorded with the call. `allow`: the engine `passthrough` passes the tools on, and the answers are never trained;
-    other engines do not offer the tools to the model. `refuse`: the request is refused with status 400. `remove`: the
-    tools are not offered to any model. `passthrough` changes no request, so with `remove` it does not start."""
+    are recorded with the call. `allow`: the engine `passthrough` passes the tools on, and the answers are never
+    trained; other engines do not offer the tools to the model. `refuse`: the request is refused with status 400.
+    `remove`: the tools are not offered to any model. `passthrough` changes no request, so with `remove` a server with
+    this engine does not start."""
     hooks: str | None = None
     """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Tasks and
     requests cannot set a hook."""

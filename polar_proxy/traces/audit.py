@@ -195,9 +195,9 @@ async def audit(
     """Audit the traces that one builder made of one session.
 
     `certificates`: trace id -> stored certificate. If a trace was rescored, its certificate names the engine that
-    scored the trace. If a trace was audited before, its certificate names the grade that the builder gave. Raise
-    UsageError if a trace was sampled with another model or template than the engine has (unless the reference has
-    `same_model`), StoreError if a parent of a trace is missing.
+    scored the trace. If a trace was audited before, its certificate names the grade that the builder gave. Raises
+    UsageError if a trace was sampled with another model or template than the engine has, unless
+    `reference.same_model` is True. Raises StoreError if a parent of a trace is missing.
     """
     by_id = {call.call_id: call for call in calls}
     stored = {trace.trace_id: (certificates or {}).get(trace.trace_id) or {} for trace in traces}

@@ -54,7 +54,7 @@ class TrainingGroup:
     task_id: str
     members: tuple[GroupRollout, ...]
     staleness: int | None = None
-    """Number of policy versions by which the group's oldest rollout is behind the trainer, as the lease states it; None
+    """How many policy versions the group's oldest rollout is behind the trainer, according to the group's lease; None
     if unknown."""
 
     @property

@@ -152,8 +152,8 @@ async def single_file(path: Path) -> AsyncIterator[Database]:
 
 
 def parents_first(table: Table) -> list[ColumnElement[Any]]:
-    """Return the columns by which a table's rows are ordered: the primary key, except for the table `nodes`. There, the
-    columns put each node with content after its parent."""
+    """Return the columns that order a table's rows. For `nodes`, every node with content comes after its parent. For
+    other tables, the columns are the primary key."""
     # `chain_length` grows along a chain, except at empty nodes.
     return [table.c.chain_length, table.c.length.desc()] if table.name == "nodes" else list(table.primary_key.columns)
 
