@@ -228,8 +228,8 @@ class SandboxSettings(_Section):
     """MiB of memory for an agent. An evaluator gets half."""
     disk_mb: int = Field(8192, ge=64)
     """Maximum size in MiB of the files in home, workspace and further folders. Where Polar runs as root, a bubblewrap
-    sandbox gets a file system of this size, and writing fails when it is full. In all other sandboxes, an agent whose
-    files take more is stopped."""
+    sandbox gets a file system of this size, and writing fails when it is full. In all other sandboxes, the agent is
+    stopped when its files exceed this size."""
     files: int = Field(500_000, ge=1000)
     """Maximum number of files and folders in home, workspace and further folders."""
     processes: int = Field(1024, ge=16)

@@ -225,8 +225,8 @@ def step_reply(
     """Return the scripted answer for `step` of a scenario, in the form that the harness understands.
 
     The answer contains `tag`. Later requests contain this answer, so the highest tag in a request shows how far the run
-    is. `subagent`: a text that marks the task of a sub-agent, for a step that starts one. `agent_id`: the id of the
-    sub-agent that the step waits for.
+    is. If the step starts a sub-agent, `subagent` is the text with which the sub-agent's task begins. If the step
+    waits for a sub-agent, `agent_id` is the sub-agent's id.
     """
     if profile.answer_format == "terminus":
         return _terminus_reply(step, tag)

@@ -371,8 +371,8 @@ class EngineMonitor:
     """Watches whether the engine responds and how busy it is, so that rollouts wait for it instead of failing.
 
     `async with EngineMonitor(engine, patience, limits) as monitor:` asks the engine every few seconds. After `patience`
-    seconds without a response, agents are admitted anyway. Then they fail and use up their attempts, and every rollout
-    ends. An engine that does not report its load never counts as busy.
+    seconds without a response, agents are admitted anyway. If the engine still does not respond, each rollout uses up
+    its attempts and ends as failed. An engine that does not report its load never counts as busy.
     """
 
     def __init__(self, engine: Engine, patience: float, limits: AdmissionSettings) -> None:
