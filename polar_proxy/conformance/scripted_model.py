@@ -31,9 +31,9 @@ _CONTEXT_FULL = "This model's maximum context length is 1000 tokens. Your messag
 
 
 Step = tuple[str, ...] | Literal["start_subagent", "wait_for_subagent", "finish"]
-"""Action of one answer: run shell commands (each command line first prints a text that proves that it was run), start a
-sub-agent, wait for the sub-agent (by a command, if the harness has no tool for waiting), or report that the work is
-done."""
+"""Action of one answer: run shell commands, start a sub-agent, wait for the sub-agent, or report that the work is done.
+Each command line first prints a text that proves that the line was run. If the harness has no tool for waiting, a
+command waits."""
 RUN = ("true",)
 """A step that runs one command."""
 
