@@ -284,8 +284,8 @@ class ApiSettings(_Section):
 
     folders: tuple[Path, ...] = ()
     """Folders of this machine from which jobs may take task files, repositories, images to build and mounts. If the
-    list is empty, a job must contain its tasks, or name a built-in family or a task source in `allowed_code`. Commands
-    without --url are not limited."""
+    list is empty, a job must contain its tasks, or name a built-in family (such as swe-task) or a task source that
+    `allowed_code` lists. Commands without --url are not limited."""
     private_callbacks: bool = False
     """Also send callbacks to loopback, private and link-local addresses."""
     callback_secret: str | None = Field(None, repr=False)

@@ -117,8 +117,8 @@ class AuditReport:
     by_harness: defaultdict[str, DifferenceStats] = field(default_factory=lambda: defaultdict(DifferenceStats))
     by_policy_version: defaultdict[str, DifferenceStats] = field(default_factory=lambda: defaultdict(DifferenceStats))
     skipped: Counter[str] = field(default_factory=Counter)
-    """Number of traces in which nothing was compared, by the most frequent reason in the trace. Sessions without traces
-    are counted as `not_built`."""
+    """Number of traces in which no token was compared. Each trace is counted under the reason that kept most of its
+    tokens from the comparison. Sessions without traces are counted as `not_built`."""
     skipped_tokens: Counter[str] = field(default_factory=Counter)
     findings: Counter[str] = field(default_factory=Counter)
     rejected: dict[str, str] = field(default_factory=dict)
@@ -430,9 +430,10 @@ def wrong_mode(
     """Return the actual mode of the `recorded` log-probabilities (float64 [n]); None if `mode` may be right.
 
     `fresh`, float64 [n]: the same tokens' log-probabilities at temperature 1. Recorded values are raw if they equal
-    `fresh`. Otherwise they count as processed if `recorded - fresh / T` has the right sign: with the logits z and
-    p = softmax(z), processed values are log softmax(z / T) = log p / T - log sum p^(1/T), so the difference is negative
-    for T > 1 and positive for T < 1. (top_p and the like make the sum smaller, which may change the sign for T > 1.)
+    `fresh`. Otherwise the sign of `recorded - fresh / T` decides. With the logits z and p = softmax(z), processed
+    values are log softmax(z / T) = log p / T - log sum p^(1/T). So the values count as processed if the difference is
+    negative and T > 1, or positive and T < 1. (top_p and the like make the sum smaller. For T > 1, this may change the
+    sign.)
     """
     informative = fresh < _INFORMATIVE_BELOW
     if np.count_nonzero(informative) < _MIN_INFORMATIVE or abs(1 / temperature - 1) < 0.1:
