@@ -48,8 +48,8 @@ class Scenario:
     second: tuple[Step, ...] = ()
     """Steps of a second user turn, in a second start of the program with the same home and workspace."""
     faults: tuple[FaultKind, ...] = ()
-    """Faults of different steps: each occurs at the first request for its step. Faults that a run does not reach are
-    tried in another run."""
+    """Faults, each in a step of its own: a fault occurs at the first request for its step. If a run ends before the
+    step, the fault is tried in another run."""
     fills_context: bool = False
     """True if the context is reported as full from the second step on, until the harness requests a summary. The number
     of commands in such a scenario is `HarnessProfile.compaction_steps`, whatever `steps` says."""

@@ -73,7 +73,8 @@ class TrainingSequence:
     token_ids: npt.NDArray[np.int64]
     """[n]"""
     trained: npt.NDArray[np.bool_]
-    """[n]: True if the token was sampled and is trained in this sequence, not in another one or not at all."""
+    """[n]: True if the token was sampled and is trained in this sequence. A sampled token may instead be trained in
+    another sequence, or be skipped."""
     old_logprobs: npt.NDArray[np.float64]
     """[n], nats, as recorded at sampling; NaN where `trained` is False."""
     advantage: float
