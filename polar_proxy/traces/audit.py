@@ -2,8 +2,9 @@
 
 Promises, each with a test:
 
-* Only log-probabilities of sampled tokens are compared. The fresh value is that of the token given all tokens before it
-  (in a `tree`, the whole path). A token that cannot be compared is counted with its reason, never as a difference of 0.
+* Only log-probabilities of sampled tokens are compared. The engine scores each token after all tokens
+  before it; in a `tree`, these are the tokens of the whole path from the root. A token that cannot be compared is
+  counted with its reason, never as a difference of 0.
 * A trace is `rejected` if a difference exceeds the tolerance, or if its log-probabilities are not of the mode (raw or
   processed) that the record states. A trace becomes `approximate` if its log-probabilities are raw, but a temperature,
   top_p, a penalty, ... changed the distribution. An audit never improves the grade that the builder gave. An audit
@@ -11,9 +12,9 @@ Promises, each with a test:
 * A sequence that is the beginning of a longer one is not scored separately.
 
 Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
-`processed_sampling` (recorded from a distribution that top_p, a penalty, ... changed, whereas a fresh pass gives
-softmax(logits / temperature)), `beyond_context` (after the end of the engine's context), `no_fresh_logprob` (the engine
-returned no value), `unknown_engine` (the record does not name the engine).
+`processed_sampling` (the record is of a distribution that top_p, a penalty, ... changed, and a fresh pass cannot give
+this distribution), `beyond_context` (after the end of the engine's context), `no_fresh_logprob` (the engine returned no
+value), `unknown_engine` (the record does not name the engine).
 """
 
 from __future__ import annotations
