@@ -118,8 +118,8 @@ class AuditReport:
     by_harness: defaultdict[str, DifferenceStats] = field(default_factory=lambda: defaultdict(DifferenceStats))
     by_policy_version: defaultdict[str, DifferenceStats] = field(default_factory=lambda: defaultdict(DifferenceStats))
     skipped: Counter[str] = field(default_factory=Counter)
-    """Number of traces in which no token was compared. Each trace is counted under the reason that kept most of its
-    tokens from the comparison. Sessions without traces are counted as `not_built`."""
+    """Number of traces in which no token was compared. Each trace is counted under the reason that excluded the
+    largest number of its tokens. Sessions without traces are counted as `not_built`."""
     skipped_tokens: Counter[str] = field(default_factory=Counter)
     findings: Counter[str] = field(default_factory=Counter)
     rejected: dict[str, str] = field(default_factory=dict)
