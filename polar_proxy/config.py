@@ -103,8 +103,8 @@ class GatewaySettings(_Section):
     cache_mb: int = Field(256, ge=1)
     """Memory in MiB for the last request of each session and the tokens of answers that may be continued. Two more
     caches each have a limit of the same size: one holds hashes that show which messages and tokens of a session are
-    stored already, the other holds answers of hosted models that the provider signed. If a session does not fit, its
-    calls are parsed and hashed from the beginning, which takes the gateway several times as long."""
+    stored already, the other holds answers of hosted models that the provider signed. If a session does not fit into
+    the caches, the gateway parses and hashes each call from the beginning. This takes several times as long."""
     heartbeat_seconds: float = Field(15.0, gt=0)
     """Send a comment line on a stream that has been silent for this long. Google's streams get none."""
     headers_after_seconds: float = Field(2.0, ge=0)
@@ -144,9 +144,10 @@ class GatewaySettings(_Section):
     my-resource.openai.azure.com. `polar intercept` needs no such list."""
     provider_tools: Literal["remove", "refuse", "allow"] = "allow"
     """Tools in a request that the model's provider would run itself, such as a web search or a code interpreter. They
-    are recorded with the call. `allow`: the engine `passthrough` passes them on, and such answers are never trained;
-    other engines do not offer them to the model. `refuse`: the request is refused with status 400. `remove`: they are
-    not offered to any model; a server with `passthrough`, which changes no request, does not start with this value."""
+    are recorded with the call. `allow`: the engine `passthrough` passes the tools on, and the answers are never
+    trained; other engines do not offer the tools to the model. `refuse`: the request is refused with status 400.
+    `remove`: the tools are not offered to any model. `passthrough` changes no request, so with `remove` a server with
+    this engine does not start."""
     hooks: str | None = None
     """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Tasks and
     requests cannot set a hook."""
@@ -227,8 +228,8 @@ class SandboxSettings(_Section):
     """MiB of memory for an agent. An evaluator gets half."""
     disk_mb: int = Field(8192, ge=64)
     """Maximum size in MiB of the files in home, workspace and further folders. Where Polar runs as root, a bubblewrap
-    sandbox gets a file system of this size, and writing fails when it is full. In all other sandboxes, an agent whose
-    files take more is stopped."""
+    sandbox gets a file system of this size, and writing fails when it is full. In all other sandboxes, the agent is
+    stopped when its files exceed this size."""
     files: int = Field(500_000, ge=1000)
     """Maximum number of files and folders in home, workspace and further folders."""
     processes: int = Field(1024, ge=16)
@@ -283,8 +284,8 @@ class ApiSettings(_Section):
 
     folders: tuple[Path, ...] = ()
     """Folders of this machine from which jobs may take task files, repositories, images to build and mounts. If the
-    list is empty, a job must contain its tasks, or name a built-in family or a task source in `allowed_code`. Commands
-    without --url are not limited."""
+    list is empty, a job must contain its tasks, or name a built-in family (such as swe-task) or a task source that
+    `allowed_code` lists. Commands without --url are not limited."""
     private_callbacks: bool = False
     """Also send callbacks to loopback, private and link-local addresses."""
     callback_secret: str | None = Field(None, repr=False)

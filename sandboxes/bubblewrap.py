@@ -188,7 +188,7 @@ def _features(program: str) -> tuple[str, ...]:
 def unreadable_files() -> tuple[str, ...]:
     """Return the paths in /etc that not every user may read (shadow, private keys).
 
-    They are hidden, because programs in a sandbox that root opens could read them.
+    They are hidden, because programs in a sandbox could read them if root opened the sandbox.
     """
     found: list[str] = []
     for folder, folders, files in os.walk("/etc"):

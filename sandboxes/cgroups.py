@@ -99,8 +99,8 @@ def group_folders(
 
 
 def create(folders: list[Path], limits: ResourceLimits) -> ControlGroup | None:
-    """Make the group and set its limits. Return None if this user has no permission (a read-only or foreign
-    hierarchy)."""
+    """Make the group and set its limits. Return None if this fails, for example because the hierarchy is read-only or
+    belongs to another user."""
     group = ControlGroup([])
     try:
         for folder in folders:

@@ -1,6 +1,6 @@
 """`polar connect`: print the settings that point an agent at a Polar server, or start the agent with them.
 
-The settings come from the agent's adapter, as a `Connection`. For rollouts, the adapter makes them in the same way.
+The agent's adapter makes the settings (a `Connection`), in the same way as for rollouts.
 
 * The user's own settings of the agent are never written. Settings files are in a folder below Polar's home.
 * The session's key is in the environment only, not in files or argument lists.

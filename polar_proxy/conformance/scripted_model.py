@@ -31,9 +31,9 @@ _CONTEXT_FULL = "This model's maximum context length is 1000 tokens. Your messag
 
 
 Step = tuple[str, ...] | Literal["start_subagent", "wait_for_subagent", "finish"]
-"""Action of one answer: run shell commands (each command line first prints a text that proves that it was run), start a
-sub-agent, wait for the sub-agent (by a command, if the harness has no tool for waiting), or report that the work is
-done."""
+"""Action of one answer: run shell commands, start a sub-agent, wait for the sub-agent, or report that the work is done.
+Each command line first prints a text that proves that the line was run. If the harness has no tool for waiting, a
+command waits."""
 RUN = ("true",)
 """A step that runs one command."""
 
@@ -48,8 +48,8 @@ class Scenario:
     second: tuple[Step, ...] = ()
     """Steps of a second user turn, in a second start of the program with the same home and workspace."""
     faults: tuple[FaultKind, ...] = ()
-    """Faults of different steps: each occurs at the first request for its step. Faults that a run does not reach are
-    tried in another run."""
+    """Faults, each in a step of its own: a fault occurs at the first request for its step. If a run ends before the
+    step, the fault is tried in another run."""
     fills_context: bool = False
     """True if the context is reported as full from the second step on, until the harness requests a summary. The number
     of commands in such a scenario is `HarnessProfile.compaction_steps`, whatever `steps` says."""
@@ -225,8 +225,8 @@ def step_reply(
     """Return the scripted answer for `step` of a scenario, in the form that the harness understands.
 
     The answer contains `tag`. Later requests contain this answer, so the highest tag in a request shows how far the run
-    is. `subagent`: a text that marks the task of a sub-agent, for a step that starts one. `agent_id`: the id of the
-    sub-agent that the step waits for.
+    is. If the step starts a sub-agent, `subagent` is the text with which the sub-agent's task begins. If the step
+    waits for a sub-agent, `agent_id` is the sub-agent's id.
     """
     if profile.answer_format == "terminus":
         return _terminus_reply(step, tag)

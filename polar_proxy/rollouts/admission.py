@@ -80,8 +80,8 @@ class ServiceLimits:
     def of(cls, settings: Settings, agents: int | None = None, **given: Any) -> Self:
         """Return the limits for `agents` agents at a time (default: `run.concurrency`). `given` overrides fields.
 
-        At most `agents` rollouts are scored at a time, and at most 4 prepared. The pool has room for two sandboxes per
-        agent: one for the evaluator and one for the next agent."""
+        At most `agents` rollouts are scored at a time. At most `agents` are prepared at a time, and never more than 4.
+        The pool has room for two sandboxes per agent: one for the evaluator and one for the next agent."""
         agents = agents or settings.run.concurrency
         limits = {
             "in_flight": 2 * agents,
@@ -135,7 +135,8 @@ class StageLimiter:
         may_join: AdmissionCheck | None = None,
         idle: Callable[[], bool] | None = None,
     ) -> None:
-        """A rollout enters if `may_enter` allows it and, unless the stage is idle, `may_join` allows it too.
+        """A rollout enters if fewer than `limit` are in the stage and `may_enter` allows it. If the stage is not idle,
+        `may_join` must allow it, too.
 
         `idle` returns whether the stage is idle. Default: a stage is idle if no rollout is in it.
         """
@@ -370,8 +371,8 @@ class EngineMonitor:
     """Watches whether the engine responds and how busy it is, so that rollouts wait for it instead of failing.
 
     `async with EngineMonitor(engine, patience, limits) as monitor:` asks the engine every few seconds. After `patience`
-    seconds without a response, agents are admitted anyway. Then they fail and use up their attempts, and every rollout
-    ends. An engine that does not report its load never counts as busy.
+    seconds without a response, agents are admitted anyway. If the engine still does not respond, each rollout uses up
+    its attempts and ends as failed. An engine that does not report its load never counts as busy.
     """
 
     def __init__(self, engine: Engine, patience: float, limits: AdmissionSettings) -> None:

@@ -2,8 +2,9 @@
 
 Promises, each with a test:
 
-* Only log-probabilities of sampled tokens are compared. The fresh value is that of the token given all tokens before it
-  (in a `tree`, the whole path). A token that cannot be compared is counted with its reason, never as a difference of 0.
+* Only log-probabilities of sampled tokens are compared. The engine scores each token after all tokens
+  before it; in a `tree`, these are the tokens of the whole path from the root. A token that cannot be compared is
+  counted with its reason, never as a difference of 0.
 * A trace is `rejected` if a difference exceeds the tolerance, or if its log-probabilities are not of the mode (raw or
   processed) that the record states. A trace becomes `approximate` if its log-probabilities are raw, but a temperature,
   top_p, a penalty, ... changed the distribution. An audit never improves the grade that the builder gave. An audit
@@ -11,9 +12,9 @@ Promises, each with a test:
 * A sequence that is the beginning of a longer one is not scored separately.
 
 Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
-`processed_sampling` (recorded from a distribution that top_p, a penalty, ... changed, whereas a fresh pass gives
-softmax(logits / temperature)), `beyond_context` (after the end of the engine's context), `no_fresh_logprob` (the engine
-returned no value), `unknown_engine` (the record does not name the engine).
+`processed_sampling` (the record is of a distribution that top_p, a penalty, ... changed, and a fresh pass cannot give
+this distribution), `beyond_context` (after the end of the engine's context), `no_fresh_logprob` (the engine returned no
+value), `unknown_engine` (the record does not name the engine).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ range. In fp32, decode and prefill of the same tokens differ by 1e-5 to 1e-3; in
 CONTEXT_TOKENS = 24
 """Number of tokens that the report shows before each of the tokens that differ most."""
 UNKNOWN = "unknown"
-"""The key for counts of traces without a harness (no rollout) and of tokens without a policy version."""
+"""The key under which traces without a harness, and tokens without a policy version, are counted."""
 _WORST_PER_TRACE = 3
 _WORST_IN_REPORT = 10
 _INFORMATIVE_BELOW = -0.1
@@ -117,8 +118,8 @@ class AuditReport:
     by_harness: defaultdict[str, DifferenceStats] = field(default_factory=lambda: defaultdict(DifferenceStats))
     by_policy_version: defaultdict[str, DifferenceStats] = field(default_factory=lambda: defaultdict(DifferenceStats))
     skipped: Counter[str] = field(default_factory=Counter)
-    """Number of traces in which nothing was compared, by the most frequent reason in the trace. Sessions without traces
-    are counted as `not_built`."""
+    """Number of traces in which no token was compared. Each trace is counted under the reason that excluded the
+    largest number of its tokens. Sessions without traces are counted as `not_built`."""
     skipped_tokens: Counter[str] = field(default_factory=Counter)
     findings: Counter[str] = field(default_factory=Counter)
     rejected: dict[str, str] = field(default_factory=dict)
@@ -195,9 +196,9 @@ async def audit(
     """Audit the traces that one builder made of one session.
 
     `certificates`: trace id -> stored certificate. If a trace was rescored, its certificate names the engine that
-    scored the trace. If a trace was audited before, its certificate names the grade that the builder gave. Raise
-    UsageError if a trace was sampled with another model or template than the engine has (unless the reference has
-    `same_model`), StoreError if a parent of a trace is missing.
+    scored the trace. If a trace was audited before, its certificate names the grade that the builder gave. Raises
+    UsageError if a trace was sampled with another model or template than the engine has, unless
+    `reference.same_model` is True. Raises StoreError if a parent of a trace is missing.
     """
     by_id = {call.call_id: call for call in calls}
     stored = {trace.trace_id: (certificates or {}).get(trace.trace_id) or {} for trace in traces}
@@ -263,7 +264,7 @@ def _require_same_model(
         if comparable and template_hash != served:
             raise UsageError(
                 f"Traces of {model!r} were recorded with another chat template or tokenizer than the engine's: serve "
-                "the model with the same template and tokenizer as then. If only the template was edited, add "
+                "the model with the template and tokenizer of the recording. If only the template was edited, add "
                 "--same-model."
             )
 
@@ -430,9 +431,10 @@ def wrong_mode(
     """Return the actual mode of the `recorded` log-probabilities (float64 [n]); None if `mode` may be right.
 
     `fresh`, float64 [n]: the same tokens' log-probabilities at temperature 1. Recorded values are raw if they equal
-    `fresh`. Otherwise they count as processed if `recorded - fresh / T` has the right sign: with the logits z and
-    p = softmax(z), processed values are log softmax(z / T) = log p / T - log sum p^(1/T), so the difference is negative
-    for T > 1 and positive for T < 1. (top_p and the like make the sum smaller, which may change the sign for T > 1.)
+    `fresh`. Otherwise the sign of `recorded - fresh / T` decides. With the logits z and p = softmax(z), processed
+    values are log softmax(z / T) = log p / T - log sum p^(1/T). So the values count as processed if the difference is
+    negative and T > 1, or positive and T < 1. (top_p and the like make the sum smaller. For T > 1, this may change the
+    sign.)
     """
     informative = fresh < _INFORMATIVE_BELOW
     if np.count_nonzero(informative) < _MIN_INFORMATIVE or abs(1 / temperature - 1) < 0.1:

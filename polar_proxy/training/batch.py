@@ -54,7 +54,7 @@ class TrainingGroup:
     task_id: str
     members: tuple[GroupRollout, ...]
     staleness: int | None = None
-    """Number of policy versions by which the group's oldest rollout is behind the trainer, as the lease states it; None
+    """How many policy versions the group's oldest rollout is behind the trainer, according to the group's lease; None
     if unknown."""
 
     @property
@@ -73,7 +73,8 @@ class TrainingSequence:
     token_ids: npt.NDArray[np.int64]
     """[n]"""
     trained: npt.NDArray[np.bool_]
-    """[n]: True if the token was sampled and is trained in this sequence, not in another one or not at all."""
+    """[n]: True if the token was sampled and is trained in this sequence. A sampled token may instead be trained in
+    another sequence, or be skipped."""
     old_logprobs: npt.NDArray[np.float64]
     """[n], nats, as recorded at sampling; NaN where `trained` is False."""
     advantage: float

@@ -63,7 +63,7 @@ async def train_locally(
     if settings.routes:
         raise UsageError(
             "The settings have [[routes]], which send calls to other engines than the one that this run trains. "
-            "Remove them from polar.toml, or run them in a server and train with --feed."
+            "Remove them from polar.toml, or start a server with these settings and train with --feed."
         )
     code = settings.code(config.task)
     source = get_source(config.task, code)

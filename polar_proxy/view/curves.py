@@ -21,8 +21,8 @@ Value = Callable[[Json], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A quantity that a panel draws as one curve for each run. `read` gets its values from the lines of metrics.jsonl
-    that have this `kind`."""
+    """A quantity that a panel draws as one curve for each run. `read` gets the value from a line of metrics.jsonl.
+    Only lines whose field `kind` equals `kind` are read."""
 
     name: str
     read: Value

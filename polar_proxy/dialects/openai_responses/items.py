@@ -55,7 +55,7 @@ def input_item_id(call_id: str, position: int) -> str:
 
 
 class ItemId(NamedTuple):
-    """The parts of an item id that Polar made."""
+    """An item id made by Polar, split into its parts."""
 
     prefix: str
     call_id: str

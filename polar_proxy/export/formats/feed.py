@@ -19,8 +19,8 @@ class FeedGroups:
     """
 
     def __init__(self, polar: Client, *, consumer: str, seconds: float = 600.0, patience: float = 3600.0) -> None:
-        """`seconds`: how long a lease lasts. It must be longer than a training step and the saving of the step's
-        checkpoint take together. `patience`: how many seconds to wait for a group before giving up."""
+        """`seconds`: how long a lease lasts. This must be enough for a training step and for saving the step's
+        checkpoint. `patience`: how many seconds to wait for a group before giving up."""
         self._polar, self._consumer = polar, consumer
         self._seconds, self._patience = seconds, patience
         self._open: list[str] = []

@@ -37,7 +37,7 @@ _MESSAGES: dict[str, tuple[str, Any]] = {
     "openai_completions": ("prompt", "-"),
     "openai_responses": ("input", "-"),
 }
-"""For each dialect: the field that holds the messages, and a value of this field that Polar can parse."""
+"""For each dialect: the field that holds the messages, and a stand-in for messages that Polar cannot parse."""
 _TOOL_FIELDS = ("tools", "mcp_servers", "web_search_options")
 """Fields of a body that may contain provider-side tools."""
 

@@ -257,7 +257,8 @@ class Gateway:
         """Serve agents on one more listening socket, such as one inside a sandbox's network.
 
         The socket serves the routes that agents need, and nothing that shows the gateway or other sessions. With `tls`
-        and the `key` of a session, the socket instead stands in for the model hosts, whose names resolve to it.
+        and the `key` of a session, the socket instead takes the place of the model hosts: in the sandbox, their names
+        resolve to its address.
         """
         connections = Connections(self.settings.limits.sandbox_connections, self._connections)
         protocol_class = self._protocol(connections)

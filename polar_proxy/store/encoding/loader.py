@@ -24,7 +24,7 @@ _c = calls.c
 _TEXT_COLUMNS = ("fingerprint", "message_count", "messages_node", "tools_node")
 """Columns of `calls` that `fetch` reads only with `text`."""
 _COPIED_COLUMNS = tuple(name for name in SAME_COLUMNS if name not in _TEXT_COLUMNS)
-"""The first columns of each row that `fetch` reads. A record has the same values under the same names."""
+"""The first columns of each row that `fetch` reads. `CallRecord` has fields with the same names and values."""
 _OTHER_COLUMNS = (
     *("engine_hash", "params_hash", "sampling_hash", "prompt_node", "prompt_tail", "prompt_tokens"),
     *("completion_tokens", *USAGE_COLUMNS.values()),

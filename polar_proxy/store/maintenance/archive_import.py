@@ -49,9 +49,9 @@ NOT_EXPORTED = frozenset(
         *("conversations", "conversation_items", "provider_ids"),
     }
 )
-"""Tables that concern one database only: its queue, deliveries, keys and calls in progress, and the tables with which
-clients continue stored conversations and responses. A client needs a session's key for this, and an archive contains no
-keys. Nothing is missing in an archive, because its calls have whole messages."""
+"""Tables that concern one database only: its queue, deliveries, keys and calls in progress, and the tables from which
+clients continue stored conversations and responses. To continue one, a client needs the session's key, and an archive
+contains no keys. An archive is complete without these tables, because its calls have whole messages."""
 CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},
@@ -152,8 +152,8 @@ async def single_file(path: Path) -> AsyncIterator[Database]:
 
 
 def parents_first(table: Table) -> list[ColumnElement[Any]]:
-    """Return the columns by which a table's rows are ordered: the primary key, except for the table `nodes`. There, the
-    columns put each node with content after its parent."""
+    """Return the columns that order a table's rows. For `nodes`, every node with content comes after its parent. For
+    other tables, the columns are the primary key."""
     # `chain_length` grows along a chain, except at empty nodes.
     return [table.c.chain_length, table.c.length.desc()] if table.name == "nodes" else list(table.primary_key.columns)
 
@@ -246,7 +246,7 @@ class _Transfer:
                     )
 
     async def _copy_events(self) -> None:
-        """Import the events that are not stored yet. Raises StoreError if one of them belongs to a rollout that was
+        """Import the events that are not stored yet. Raises StoreError if such an event belongs to a rollout that was
         stored before the import.
 
         Events are compared without their numbers, because every database assigns its own.

@@ -95,7 +95,7 @@ def copy_rows(
 
 
 def refuse_programs(received: Path) -> None:
-    """Raise StoreError for a database with triggers or virtual tables, which an upgrade of its schema would run."""
+    """Raise StoreError for a database with triggers or virtual tables: an upgrade of the database would run them."""
     programs = "SELECT name FROM sqlite_master WHERE type = 'trigger' OR sql LIKE 'CREATE VIRTUAL%'"
     try:
         with closing(_open(received)) as source:

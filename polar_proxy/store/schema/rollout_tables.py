@@ -127,7 +127,8 @@ OPEN_LEASE = text("ended_at IS NULL")
 open_leases = Index("uq_leases_group_id_open", leases.c.group_id, unique=True, sqlite_where=OPEN_LEASE)
 """A group has at most one open lease, also when two servers write at the same time.
 
-The migration adds `postgresql_where`. If it were named here, SQLAlchemy would always import PostgreSQL's dialect."""
+The migration adds the argument `postgresql_where`. With this argument here, SQLAlchemy would import PostgreSQL's
+dialect even for SQLite."""
 
 callbacks = Table(
     "callbacks",  # requests to the callback URLs of jobs, sent and to be sent
