@@ -29,8 +29,8 @@ from polar_proxy.types import TokenIds
 NodeKind = Literal["message", "tools", "tokens"]
 
 MIN_SEGMENT = 32
-"""Minimum number of tokens in every segment but the last. A shorter turn is joined with the next turn: a row for it
-alone would cost more bytes than prompts with the same turn could save by sharing the row."""
+"""Minimum number of tokens in every segment but the last. A shorter turn is joined with the next turn. A row
+of its own would cost more bytes than it saves when several prompts share the row."""
 _MAX_SEGMENT = 1024
 """Maximum number of tokens in a segment. A longer turn becomes several segments, so that a long system prompt without
 an end of turn is shared too."""
