@@ -282,7 +282,7 @@ class SampleEvent:
     weight_version: str | None = None
     """The policy version that sampled these ids, if the engine reports it with every event."""
     versions: tuple[tuple[int, str], ...] = ()
-    """The value for `Choice.versions`, from engines that report versions only at the end, with the `finish_reason`."""
+    """Value for `Choice.versions`. Engines that report versions only at the end send it with the `finish_reason`."""
     usage: Usage | None = None
     """Token counts, from engines that report no token ids. The last `usage` of an answer replaces earlier ones."""
     provider_turn: ProviderTurn | None = None

@@ -242,7 +242,7 @@ class TraceBuilder:
         self.children: list[TraceBuilder] = []
         self.spans: list[Span] = []
         self.calls: dict[str, None] = {}
-        """The calls whose answers the trace trains, in order."""
+        """Ids of the calls whose answers the trace contains, in order."""
         self.last_answer: tuple[str, int] | None = None
         """(call id, choice index) of the trace's last answer."""
         self.reasons: set[str] = set()
