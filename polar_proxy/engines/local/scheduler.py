@@ -194,8 +194,8 @@ class BatchScheduler:
     def _prefill(self) -> None:
         """Prefill up to PREFILL_TOKENS prompt tokens.
 
-        The sequence with the fewest tokens left goes first: short prompts pass long ones, and the second of two equal
-        prompts finds the keys of the first.
+        The sequence with the fewest tokens left goes first, so short prompts pass long ones. If two prompts are equal,
+        one is prefilled, and the other copies its keys and values.
         """
         budget = PREFILL_TOKENS
         while budget > 0:
