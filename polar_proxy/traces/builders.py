@@ -103,13 +103,13 @@ def build(
 class CallMerger:
     """Builder `merged`: a call continues the longest trace whose tokens are a prefix of the call's prompt.
 
-    Among equally long traces, the call continues the trace of its base or its parent. If no trace is a prefix, the call
-    opens a new trace (after a rewind, for example; the replaced answer stays trained in the old trace). Calls of
-    sub-agents and of compacted conversations always open a new trace.
+    Among equally long traces, the call continues the trace of its base or its parent. If no trace is a prefix, for
+    example after a rewind, the call opens a new trace. An answer that a rewind replaced is still trained, in the old
+    trace. Calls of sub-agents and of compacted conversations always open a new trace.
     """
 
     def __init__(self, calls: Sequence[CallRecord], events: Mapping[str, DriftEvent], *, joins_drift: bool) -> None:
-        """`events`: call id -> drift event."""
+        """`events`: call id -> drift event. `joins_drift`: join drifted calls where possible (`_join_drifted`)."""
         self.traces: list[TraceBuilder] = []
         self.events = dict(events)
         """The drift events, with the outcome or the split reason of each call that was added."""

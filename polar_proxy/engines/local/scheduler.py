@@ -195,7 +195,7 @@ class BatchScheduler:
         """Prefill up to PREFILL_TOKENS prompt tokens.
 
         The sequence with the fewest tokens left goes first, so short prompts pass long ones. If two prompts are equal,
-        one is prefilled, and the other copies its keys and values.
+        only one is prefilled, and the other copies its keys and values.
         """
         budget = PREFILL_TOKENS
         while budget > 0:
