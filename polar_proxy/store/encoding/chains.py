@@ -143,8 +143,8 @@ class RequestChains:
     message_nodes: tuple[ChainNode, ...]
     end_of_turn: tuple[int, ...]
     prompt: TokenIds
-    """The prompt without its last segment. That segment ends only because the prompt does, so a longer prompt may have
-    another segment in its place."""
+    """The prompt without its last segment. The last segment ends at the end of the prompt, not at a cut. In a longer
+    prompt, the segment at this place may be longer."""
     prompt_node: ChainNode | None
     """The node at the end of `prompt`; None if `prompt` is empty."""
 
