@@ -42,7 +42,7 @@ class BuildResult:
     excluded: Mapping[str, str]
     """call id -> machine-readable reason"""
     on_drift: str | None = None
-    """The drift policy, if the builder joins calls (`merged` and `rescored` do); None for other builders."""
+    """The drift policy of the builder `merged` or `rescored`; None for other builders, which have no drift policy."""
     drift_events: tuple[DriftEvent, ...] = ()
     """Every drifted call of the session, with the builder's treatment of it."""
     grade_reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
