@@ -379,11 +379,10 @@ def _link(key: bytes, digest: bytes) -> bytes:
 
 
 def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> int:
-    """Return how many messages at the beginning are the same objects in both conversations, rounded down to the
-    beginning of a turn.
+    """Return how many messages at the beginning are the same objects in both conversations. Count only up to the
+    beginning of an assistant turn.
 
-    Hashing can start at the beginning of an assistant turn, because messages before it are neither merged nor compared
-    with later ones.
+    Hashing can go on from there, because no message before this place is merged with a message after it.
     """
     same = 0
     for one, other in zip(messages, others, strict=False):
