@@ -468,8 +468,8 @@ class AnswerSampling(NamedTuple):
 class Trace:
     """One training sequence.
 
-    `token_ids` int32 [n]; `loss_mask` uint8 [n], 1 exactly on sampled spans; `logprobs` float32 [n], NaN off the mask.
-    The first `prompt_length` tokens are the first call's prompt. Spans tile [0, n) in order.
+    `token_ids` int32 [n]; `loss_mask` uint8 [n], 1 exactly on sampled spans; `logprobs` float32 [n], NaN at mask 0.
+    The first `prompt_length` tokens come before the first answer. In order, the spans cover all tokens exactly once.
     """
 
     trace_id: str

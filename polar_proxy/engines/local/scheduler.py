@@ -163,7 +163,7 @@ class BatchScheduler:
             self._step()
 
     def _step(self) -> None:
-        """Run one step. If work is left, queue the next step. Functions that `run` queued before come first."""
+        """Run one step. If work is left, queue the next step behind the functions that `run` has queued."""
         try:
             with torch.inference_mode():
                 self._drop_cancelled()
