@@ -85,7 +85,7 @@ def answer_sampling(call: CallRecord, choice: Choice) -> AnswerSampling:
 def policy_versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | None], ...]:
     """Return which policy version sampled which tokens of an answer, as pairs (start, policy version).
 
-    From the answer's token `start` to the next pair's `start`, this version sampled the tokens. The first `start` is 0.
+    A version sampled the tokens from its `start` in the answer up to the next `start`. The first `start` is 0.
     """
     if not choice.versions:
         return ((0, call.weight_version),)

@@ -468,7 +468,7 @@ class AnswerSampling(NamedTuple):
 class Trace:
     """One training sequence.
 
-    `token_ids` int32 [n]; `loss_mask` uint8 [n], 1 exactly on sampled spans; `logprobs` float32 [n], NaN at mask 0.
+    `token_ids` int32 [n]; `loss_mask` uint8 [n], 1 on sampled spans only; `logprobs` float32 [n], NaN elsewhere.
     The first `prompt_length` tokens come before the first answer. In order, the spans cover all tokens exactly once.
     """
 

@@ -1,6 +1,6 @@
 """Groups: cancelling, settling (ending a group whose rollouts have all ended), and overflow.
 
-Overflow: of n + k rollouts that start, n complete the group. The rollouts that still run then are its overflow. As
+A group starts n + k rollouts, and n of them complete it. Rollouts that still run then are its overflow. As
 in APRIL (arXiv:2509.18521), overflow can be carried over to a later group of the same task instead of being cancelled,
 so that its work is not lost.
 
