@@ -83,9 +83,9 @@ def answer_sampling(call: CallRecord, choice: Choice) -> AnswerSampling:
 
 
 def policy_versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | None], ...]:
-    """Return (start, policy version) for each run of consecutive tokens of an answer that one policy version sampled.
+    """Return which policy version sampled which tokens of an answer, as pairs (start, policy version).
 
-    `start` is the position of the run's first token in the answer; the first run starts at 0.
+    A version sampled the tokens from its `start` in the answer up to the next `start`. The first `start` is 0.
     """
     if not choice.versions:
         return ((0, call.weight_version),)

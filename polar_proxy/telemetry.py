@@ -121,7 +121,7 @@ async def _read_rollout(store: Store, rollout_id: str, sender: SpanSender) -> No
 
 
 class SpanSender:
-    """Makes spans and sends them in a thread."""
+    """Maker of spans, which are sent in a thread."""
 
     def __init__(self, settings: TelemetrySettings) -> None:
         try:

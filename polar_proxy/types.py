@@ -282,7 +282,7 @@ class SampleEvent:
     weight_version: str | None = None
     """The policy version that sampled these ids, if the engine reports it with every event."""
     versions: tuple[tuple[int, str], ...] = ()
-    """The value for `Choice.versions`, from engines that report versions only at the end, with the `finish_reason`."""
+    """Value for `Choice.versions`. Engines that report versions only at the end send it with the `finish_reason`."""
     usage: Usage | None = None
     """Token counts, from engines that report no token ids. The last `usage` of an answer replaces earlier ones."""
     provider_turn: ProviderTurn | None = None
@@ -461,15 +461,15 @@ class AnswerSampling(NamedTuple):
     """`processed`: the log-probabilities are those of the sampled distribution. `raw`: they are those of the model's
     own distribution at temperature 1, without `changes`."""
     versions: tuple[tuple[int, str | None], ...]
-    """(position in the answer, policy version) of the first token that each version sampled, from position 0 on."""
+    """(start, policy version) of each run of tokens from one version. `start` counts in the answer, from 0 on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """One training sequence.
 
-    `token_ids` int32 [n]; `loss_mask` uint8 [n], 1 exactly on sampled spans; `logprobs` float32 [n], NaN off the mask.
-    The first `prompt_length` tokens are the first call's prompt. Spans tile [0, n) in order.
+    `token_ids` int32 [n]; `loss_mask` uint8 [n], 1 on sampled spans only; `logprobs` float32 [n], NaN elsewhere.
+    The first `prompt_length` tokens come before the first answer. In order, the spans cover all tokens exactly once.
     """
 
     trace_id: str

@@ -275,7 +275,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def _end(self) -> None:
-        """End everything inside, then remove it. Called once, also after a failed `_start`."""
+        """End every process of the sandbox, then remove the sandbox. Called once, also after a failed `_start`."""
 
     # ------------------------------------------------------------ use
 

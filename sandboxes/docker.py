@@ -361,7 +361,7 @@ class DockerSandbox(Sandbox):
             raise OSError(f"cannot write {path} in the sandbox: {reason}")
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:
-        """Send all files in one archive, because one call to Docker takes as long as a thousand small files."""
+        """Send all files in one archive, because a second call to Docker would cost more time than many small files."""
         check_tree_paths(files)
         if not files:
             return

@@ -32,7 +32,7 @@ POLL_SECONDS = 0.5
 _FEED_SECONDS = 5.0
 _BATCH = 16
 _GONE = 410
-"""HTTP status by which a receiver refuses callbacks (Standard Webhooks). A callback that gets it is not sent again."""
+"""HTTP status by which a receiver refuses callbacks (Standard Webhooks). The callback is then not sent again."""
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ class _ChoiceState:
 
 
 class OneCallLimit:
-    """Ends each answer to one request after its first tool call. `choices`: the number of answers."""
+    """The limit of one tool call for each answer to one request. `choices`: the number of answers."""
 
     def __init__(self, choices: int) -> None:
         self._left = choices
@@ -46,7 +46,8 @@ class OneCallLimit:
         second call are recorded. Such an answer cannot be trained or continued."""
 
     async def apply(self, events: AsyncGenerator[SampleEvent, None]) -> AsyncGenerator[SampleEvent, None]:
-        """Yield the events up to the first call of each choice. Closes `events` when all choices have ended."""
+        """Yield the events of each choice, without those after its first tool call. If a choice was cut off, close
+        `events` as soon as all choices have ended."""
         async with aclosing(events):
             async for event in events:
                 for shown in self._take(event):

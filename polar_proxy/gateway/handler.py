@@ -373,12 +373,12 @@ class RequestHandler:
     async def _announce(self, in_flight: InFlightCalls, request: RequestContext, calls: Sequence[PendingCall]) -> None:
         """Announce calls to the other gateways of the database.
 
-        If the session has already used up its `max_calls` through other gateways, Polar's final answer takes the place
-        of the engine's answer. BudgetSpentError is raised instead if the budget allows no final answer (`at_budget`),
-        or if the request is passed on to its provider.
+        If the session has already used up its `max_calls` through other gateways, Polar's final answer replaces the
+        engine's answer. Raises BudgetSpentError if there can be no final answer: `at_budget` excludes it, or the
+        request is passed on to its provider.
 
-        Raises SessionClosedError if another gateway closed the session. Raises RequestError if the store fails and the
-        calls must be recorded.
+        Raises SessionClosedError if another gateway closed the session. If the store fails, raises RequestError when
+        the calls must be recorded; otherwise the calls go on unannounced.
         """
         session = request.session
         call_ids, max_calls = [call.call_id for call in calls], session.budget.limits.max_calls

@@ -186,7 +186,7 @@ class RequestReader:
     async def _write_out_references(
         self, dialect: Dialect, body: Body, session: SessionState, resumable: Collection[str] = ()
     ) -> Body:
-        """Replace the references in a body by the recorded items. Add the items of the conversation that it names."""
+        """Replace a body's references by the recorded items. If the body names a conversation, add its items."""
         conversation_id = dialect.referenced_conversation(body.fields)
         references = await self._thread.run(body.large, dialect.references, body.fields)
         if not references.all and conversation_id is None:

@@ -202,7 +202,7 @@ class RolloutService:
             raise UnsafeSandboxError(self.worker.problem)
 
     async def until_done(self, job_id: str) -> JobRow:
-        """Wait until a job has ended. Raises UnsafeSandboxError if the worker of this process cannot end it."""
+        """Wait until a job has ended. Raises UnsafeSandboxError as `require_working` does."""
         while True:
             self._settled.clear()
             self.require_working()

@@ -86,7 +86,7 @@ class Worker:
         self.paused_until = 0.0
         """Nothing is claimed before this time, in seconds since the epoch; infinity: until `resume`."""
         self.problem: str | None = None
-        """The problem given to `refuse`, because of which nothing is claimed until `resume`; None if there is none."""
+        """The problem given to `refuse`. While there is one, nothing is claimed. `resume` sets it to None."""
         self._stopping = False
         self._claiming = False
 

@@ -28,8 +28,8 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""A key within an assistant turn is the key of a conversation that ends there, so the turn's messages up to there are
-merged. After this many messages the keys are only chained, because merging for every key would take quadratic time."""
+"""Number of keys in an assistant turn for which the turn's messages so far are merged, as if the conversation ended
+there. Each later key only adds one message to the key before, because merging for every key takes quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""
@@ -379,11 +379,10 @@ def _link(key: bytes, digest: bytes) -> bytes:
 
 
 def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> int:
-    """Return how many messages at the beginning are the same objects in both conversations, rounded down to the
-    beginning of a turn.
+    """Return how many messages at the beginning are the same objects in both conversations. Count only up to the
+    beginning of an assistant turn.
 
-    Hashing can start at the beginning of an assistant turn, because messages before it are neither merged nor compared
-    with later ones.
+    Hashing can go on from there, because no message before this place is merged with a message after it.
     """
     same = 0
     for one, other in zip(messages, others, strict=False):

@@ -42,7 +42,7 @@ class BuildResult:
     excluded: Mapping[str, str]
     """call id -> machine-readable reason"""
     on_drift: str | None = None
-    """The drift policy, if the builder joins calls (`merged` and `rescored` do); None for other builders."""
+    """The drift policy of the builder `merged` or `rescored`; None for other builders, which have no drift policy."""
     drift_events: tuple[DriftEvent, ...] = ()
     """Every drifted call of the session, with the builder's treatment of it."""
     grade_reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -103,13 +103,13 @@ def build(
 class CallMerger:
     """Builder `merged`: a call continues the longest trace whose tokens are a prefix of the call's prompt.
 
-    Among equally long traces, the call continues the trace of its base or its parent. If no trace is a prefix, the call
-    opens a new trace (after a rewind, for example; the replaced answer stays trained in the old trace). Calls of
-    sub-agents and of compacted conversations always open a new trace.
+    Among equally long traces, the call continues the trace of its base or its parent. If no trace is a prefix, for
+    example after a rewind, the call opens a new trace. An answer that a rewind replaced is still trained, in the old
+    trace. Calls of sub-agents and of compacted conversations always open a new trace.
     """
 
     def __init__(self, calls: Sequence[CallRecord], events: Mapping[str, DriftEvent], *, joins_drift: bool) -> None:
-        """`events`: call id -> drift event."""
+        """`events`: call id -> drift event. `joins_drift`: join drifted calls where possible (`_join_drifted`)."""
         self.traces: list[TraceBuilder] = []
         self.events = dict(events)
         """The drift events, with the outcome or the split reason of each call that was added."""
@@ -242,7 +242,7 @@ class TraceBuilder:
         self.children: list[TraceBuilder] = []
         self.spans: list[Span] = []
         self.calls: dict[str, None] = {}
-        """The calls whose answers the trace trains, in order."""
+        """Ids of the calls whose answers the trace contains, in order."""
         self.last_answer: tuple[str, int] | None = None
         """(call id, choice index) of the trace's last answer."""
         self.reasons: set[str] = set()

@@ -89,7 +89,8 @@ def _write_spans(trace: Trace) -> Iterator[Json]:
 
 
 def read_row(row: Any) -> Trace:
-    """Return the trace that a row was written from, equal in every bit. But a trace without a reward has the rollout's.
+    """Return the trace of a row, the same in every bit as when the row was written. If the trace had no reward then,
+    it has the reward of its rollout.
 
     Raise RowError `newer_schema` for a newer row format. Raise RowError `malformed` if a field is missing or has a
     wrong type, or if fields contradict each other.

@@ -31,7 +31,7 @@ def engine_command() -> list[str]:
     """Return the words with which every docker or podman command begins. Raise `BuildFailed` if neither docker nor
     podman is installed.
 
-    Podman takes the same commands as docker, but it needs the address in DOCKER_HOST as an option.
+    Docker reads the address in DOCKER_HOST itself. Podman gets this address as an option.
     """
     if shutil.which("docker") is not None:
         return ["docker"]

@@ -163,7 +163,7 @@ class BatchScheduler:
             self._step()
 
     def _step(self) -> None:
-        """Run one step. If work is left, queue the next step. Functions that `run` queued before come first."""
+        """Run one step. If work is left, queue the next step behind the functions that `run` has queued."""
         try:
             with torch.inference_mode():
                 self._drop_cancelled()
@@ -194,8 +194,8 @@ class BatchScheduler:
     def _prefill(self) -> None:
         """Prefill up to PREFILL_TOKENS prompt tokens.
 
-        The sequence with the fewest tokens left goes first: short prompts pass long ones, and the second of two equal
-        prompts finds the keys of the first.
+        The sequence with the fewest tokens left goes first, so short prompts pass long ones. If two prompts are equal,
+        only one is prefilled, and the other copies its keys and values.
         """
         budget = PREFILL_TOKENS
         while budget > 0:

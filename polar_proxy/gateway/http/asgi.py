@@ -37,7 +37,7 @@ CONNECTION = "polar_connection"
 WEBSOCKET_PIECE = "polar.websocket.piece"
 """Type of a message that reports that `size` more bytes of an incomplete WebSocket message have arrived."""
 WEBSOCKET_CLOSING = "polar.websocket.closing"
-"""Type of the message that asks the application to close a WebSocket with `code`, after reporting `error` if any."""
+"""Type of a message that asks the application to close a WebSocket with `code`. If `error` is set, send it first."""
 WEBSOCKET_IDLE = "polar.websocket.idle"
 """Type of a message with which the application reports that no request of the WebSocket is in progress."""
 _PIECE = 1 << 17

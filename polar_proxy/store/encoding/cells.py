@@ -212,7 +212,7 @@ class _TokenBuffer:
 
     def __init__(self, content: bytes | bytearray = b"", width: int = 1) -> None:
         self.width = width
-        """Number of bytes per token. It grows when wider tokens are to be appended, or a wider form is read."""
+        """Number of bytes per token. The number grows before wider tokens are appended, or when `part` needs more."""
         self.size = len(content) // width
         self._bytes = {width: bytearray(content)}
         """Width (bytes per token) -> the tokens in this width. The entry of `self.width` has all tokens. The entry of

@@ -29,8 +29,8 @@ from polar_proxy.types import TokenIds
 NodeKind = Literal["message", "tools", "tokens"]
 
 MIN_SEGMENT = 32
-"""Minimum number of tokens in every segment but the last. A shorter turn is joined with the next turn: a row for it
-alone would cost more bytes than prompts with the same turn could save by sharing the row."""
+"""Minimum number of tokens in every segment but the last. A shorter turn is joined with the next turn. A row
+of its own would cost more bytes than it saves when several prompts share the row."""
 _MAX_SEGMENT = 1024
 """Maximum number of tokens in a segment. A longer turn becomes several segments, so that a long system prompt without
 an end of turn is shared too."""
@@ -143,8 +143,8 @@ class RequestChains:
     message_nodes: tuple[ChainNode, ...]
     end_of_turn: tuple[int, ...]
     prompt: TokenIds
-    """The prompt without its last segment. That segment ends only because the prompt does, so a longer prompt may have
-    another segment in its place."""
+    """The prompt without its last segment. The last segment ends at the end of the prompt, not at a cut. In a longer
+    prompt, the segment at this place may be longer."""
     prompt_node: ChainNode | None
     """The node at the end of `prompt`; None if `prompt` is empty."""
 

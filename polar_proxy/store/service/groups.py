@@ -1,13 +1,13 @@
 """Groups: cancelling, settling (ending a group whose rollouts have all ended), and overflow.
 
-Overflow is the rollouts that still run when their group is complete: n + k rollouts start, and n complete the group. As
+A group starts n + k rollouts, and n of them complete it. Rollouts that still run then are its overflow. As
 in APRIL (arXiv:2509.18521), overflow can be carried over to a later group of the same task instead of being cancelled,
 so that its work is not lost.
 
 A carried-over rollout changes places with a rollout of the later group that has not started. The replaced rollout moves
-to the earlier group and is cancelled. So every group keeps its size and each rollout counts in one group. Overflow for
-which no rollout can be replaced waits in a holding group, which has no job and is not for training, until `carry_over`
-finds a rollout that it can replace.
+to the earlier group and is cancelled. So every group keeps its size and each rollout counts in one group. If no
+rollout can be replaced now, overflow waits in a holding group, which has no job and is not for training. Later
+`carry_over` moves the overflow from there to a new group.
 """
 
 from __future__ import annotations
