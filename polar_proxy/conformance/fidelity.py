@@ -1,7 +1,7 @@
 """Measure how many sampled tokens of a harness can be trained, and how its prompts differ from the sampled tokens.
 
 `measure_fidelity` runs every harness with the prescribed answers of `awkward_answers.py`. `measure_drift` runs one
-harness for some model calls, usually with the model's own answers.
+harness, usually with the model's own answers, and stops it after a given number of model calls.
 
 The results of a run are one `FidelityRow`, which counts every sampled token as trained or excluded. The base of a call
 is the earlier call whose answer the call's messages extend. For each call whose prompt differs from the tokens of its
