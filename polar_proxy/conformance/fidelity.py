@@ -89,7 +89,7 @@ class FidelityRow:
     """Why the scenario could not be run, or that the harness made no model request."""
     calls: int = 0
     bases: int = 0
-    """Number of calls whose messages extend a recorded answer, even if their tokens do not."""
+    """Number of calls that have a base. Their messages extend its answer, but their tokens may differ."""
     continued: int = 0
     drifted: int = 0
     """Number of calls whose prompt unintentionally differs from the sampled tokens. Each such call that is trained
