@@ -223,7 +223,7 @@ async def play_job(runner: ScenarioRunner, job: FidelityJob, *, score: bool = Tr
 def _model(
     engine: Engine, adapter: HarnessAdapter, scenario: Scenario = SCENARIO, *, max_steps: int | None = None
 ) -> FidelityModel:
-    """Return the scripted model of a harness, without a second turn if the harness cannot continue."""
+    """Return the scripted model of a harness. If the harness cannot resume a session, leave out the second turn."""
     profile = profile_of(adapter)
     # With its usual window a harness would believe that this small tokenizer's long prompts fill the context.
     window = engine.info.context_length
