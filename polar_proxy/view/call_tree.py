@@ -66,7 +66,7 @@ class CallTree:
 
 @dataclass(slots=True)
 class Branch:
-    """A chain of calls, each of which continues the one before. The fields are positions of calls in the session."""
+    """A chain of calls, each of which continues the one before. All fields but `lane` are positions in the session."""
 
     first: int
     newest: int
