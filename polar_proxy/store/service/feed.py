@@ -37,7 +37,7 @@ class LeaseExpiredError(StoreError):
     """The lease has ended (it was acknowledged or returned, or it has expired), or never existed."""
 
     def __init__(self, lease_id: str) -> None:
-        super().__init__(f"The lease {lease_id} has expired or never existed: its group may be with another consumer")
+        super().__init__(f"The lease {lease_id} has expired, was ended or never existed: its group may be leased again")
 
 
 @dataclass(frozen=True, slots=True)
