@@ -242,8 +242,7 @@ def _remove_folders(record: SandboxRecord, report: SweepReport) -> None:
 
 
 def marked_processes(sandbox_ids: set[str]) -> Iterator[tuple[str, int]]:
-    """Yield (sandbox id, pid) of the processes whose environment has the id of one of these sandboxes, except
-    zombies."""
+    """Yield (sandbox id, pid) of each process that has one of these ids in its environment. Zombies are left out."""
     if not LINUX:
         return
     for entry in os.listdir("/proc"):

@@ -48,21 +48,23 @@ async def lease(context: Context, store: ApiStore, body: m.LeaseRequest, request
 
 @trainer.post("/feed/leases/{lease_id}/ack", tags=["feed"])
 async def acknowledge(store: ApiStore, lease_id: LeaseId) -> m.LeaseEndResponse:
-    """Report that the group was trained on; it is never leased again. 409 `lease_lost` if the lease expired."""
+    """Report that the group was trained on; it is never leased again. 409 `lease_lost` if the lease has expired or was
+    returned."""
     await store.feed.acknowledge(lease_id)
     return m.LeaseEndResponse(lease_id=lease_id, outcome="acknowledged")
 
 
 @trainer.post("/feed/leases/{lease_id}/return", tags=["feed"])
 async def give_back(store: ApiStore, lease_id: LeaseId) -> m.LeaseEndResponse:
-    """Return the group unused, so that it can be leased again. 409 `lease_lost` if the lease expired."""
+    """Return the group unused, so that it can be leased again. 409 `lease_lost` if the lease has expired or was
+    acknowledged."""
     await store.feed.release(lease_id)
     return m.LeaseEndResponse(lease_id=lease_id, outcome="returned")
 
 
 @trainer.post("/feed/leases/{lease_id}/extend", tags=["feed"])
 async def extend(store: ApiStore, lease_id: LeaseId, body: m.ExtendRequest) -> m.LeaseExtendResponse:
-    """Renew a lease: it expires later. 409 `lease_lost` if it already expired."""
+    """Renew a lease: it expires later. 409 `lease_lost` if the lease has ended."""
     return m.LeaseExtendResponse(lease_id=lease_id, expires_at=await store.feed.extend(lease_id, body.seconds))
 
 

@@ -63,7 +63,7 @@ class ConflictError(ApiError, UsageError):
 
 
 class LeaseLostError(ConflictError, StoreError):
-    """409: the lease has expired or never existed. By now, the group may be leased to another consumer."""
+    """409: the lease has expired, was ended or never existed. By now, the group may be leased to another consumer."""
 
 
 class UnavailableError(ApiError):

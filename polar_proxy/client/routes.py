@@ -214,17 +214,18 @@ class ApiMethods:
 
     @api_method
     def acknowledge(self, lease_id: str) -> ApiCall[m.LeaseEndResponse]:
-        """Report that the leased group was trained on. Raises LeaseLostError if the lease expired."""
+        """Report that the group was trained on. Raises LeaseLostError if the lease has expired or was returned."""
         return _post(f"/feed/leases/{quote_segment(lease_id)}/ack", m.LeaseEndResponse, idempotent=True)
 
     @api_method
     def give_back(self, lease_id: str) -> ApiCall[m.LeaseEndResponse]:
-        """Give back a leased group unused, so that others can lease it. Raises LeaseLostError if the lease expired."""
+        """Give back a leased group unused, so that others can lease it. Raises LeaseLostError if the lease has expired
+        or was acknowledged."""
         return _post(f"/feed/leases/{quote_segment(lease_id)}/return", m.LeaseEndResponse, idempotent=True)
 
     @api_method
     def extend(self, lease_id: str, seconds: float) -> ApiCall[m.LeaseExtendResponse]:
-        """Renew a lease: it expires `seconds` from now. Raises LeaseLostError if it already expired."""
+        """Renew a lease: it expires `seconds` from now. Raises LeaseLostError if it has ended."""
         request = m.ExtendRequest(seconds=seconds)
         path = f"/feed/leases/{quote_segment(lease_id)}/extend"
         return _post(path, m.LeaseExtendResponse, request, idempotent=True)

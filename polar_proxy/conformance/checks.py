@@ -349,8 +349,8 @@ def joined_retries(run: ScenarioRun) -> int:
 
 
 def _request_names(call: CallRecord) -> list[object]:
-    """Return values by which equal requests are recognised: a hash of the call's messages and tools. If the call has a
-    fingerprint, that is a second value, together with the tools."""
+    """Return one or two values: requests that share a value are the same. The first value is a hash of the call's
+    messages and tools. If the call has a fingerprint, the second value is the fingerprint with the tools."""
     digest = hashlib.sha256()
     for message in call.messages:
         digest.update(orjson.dumps(_without_cache_marks(orjson.loads(message)), option=orjson.OPT_SORT_KEYS))

@@ -1,7 +1,7 @@
 """Measure how many sampled tokens of a harness can be trained, and how its prompts differ from the sampled tokens.
 
 `measure_fidelity` runs every harness with the prescribed answers of `awkward_answers.py`. `measure_drift` runs one
-harness for some model calls, usually with the model's own answers.
+harness, usually with the model's own answers, and stops it after a given number of model calls.
 
 The results of a run are one `FidelityRow`, which counts every sampled token as trained or excluded. The base of a call
 is the earlier call whose answer the call's messages extend. For each call whose prompt differs from the tokens of its
@@ -89,7 +89,7 @@ class FidelityRow:
     """Why the scenario could not be run, or that the harness made no model request."""
     calls: int = 0
     bases: int = 0
-    """Number of calls whose messages extend a recorded answer, even if their tokens do not."""
+    """Number of calls that have a base. Their messages extend its answer, but their tokens may differ."""
     continued: int = 0
     drifted: int = 0
     """Number of calls whose prompt unintentionally differs from the sampled tokens. Each such call that is trained
@@ -223,7 +223,7 @@ async def play_job(runner: ScenarioRunner, job: FidelityJob, *, score: bool = Tr
 def _model(
     engine: Engine, adapter: HarnessAdapter, scenario: Scenario = SCENARIO, *, max_steps: int | None = None
 ) -> FidelityModel:
-    """Return the scripted model of a harness, without a second turn if the harness cannot continue."""
+    """Return the scripted model of a harness. If the harness cannot resume a session, leave out the second turn."""
     profile = profile_of(adapter)
     # With its usual window a harness would believe that this small tokenizer's long prompts fill the context.
     window = engine.info.context_length

@@ -355,10 +355,10 @@ def parse_json(raw: bytes, url: str) -> Any:
 def api_error(body: Any, status: int, name: str) -> PolarError:
     """Return the typed error for an OpenAI error body. `name`: the server's name in the error's text.
 
-    A refused key (401, 403) and an unknown route (404 that names neither model, parameter nor code) are faults of the
-    configuration, which the agent cannot fix: EngineError with status 502. Overload (429, 503) is an EngineError that
-    keeps its status, so that the agent waits and tries again. Any other 4xx is the request's own fault: RequestError
-    with its status, `param` and `code`. For any other status, return an EngineError with status 502.
+    A refused key (401, 403) and an unknown route (404, if the error has no `param` and no `code`, and its text does not
+    mention a model) are faults of the configuration, which the agent cannot fix: EngineError with status 502. Overload
+    (429, 503) is an EngineError that keeps its status, so that the agent waits and tries again. Any other 4xx is the
+    request's own fault: RequestError with its status, `param` and `code`. Any other status is an EngineError with 502.
     """
     error = body.get("error", body) if isinstance(body, Mapping) else {}
     if isinstance(error, Mapping):

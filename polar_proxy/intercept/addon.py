@@ -13,9 +13,9 @@ Promises:
   on. Where the provider answers (`record`), the gateway gets these headers and parameters, too, and passes them on.
 * Nothing of a request or an answer is printed or kept; answers are streamed.
 
-Events are printed as one JSON object in each line: `listening` (port), `refused` and `other` (requested host that is
-not a model host), `untrusted` (host whose certificate the program did not accept), `unreachable` (the gateway did not
-answer).
+Events are printed as one JSON object in each line: `listening` (port), `refused` and `other` (a request for a host that
+is not a model host was refused or passed on), `untrusted` (the program did not accept the certificate for a host),
+`unreachable` (the gateway did not answer).
 """
 
 from __future__ import annotations

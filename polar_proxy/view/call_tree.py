@@ -1,8 +1,8 @@
 """The tree of a session's calls as a drawing beside a list: one row per call, one lane per line of conversation.
 
 A call that continues the newest call of a lane is drawn in this lane. Every other call opens a lane, as a branch does
-in the graph of a version control system. When no later call follows from the calls of a lane, the lane is free for
-another branch.
+in the graph of a version control system. After the last call that is drawn in a lane or has its parent there, another
+branch may take the lane.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CallTree:
 
 @dataclass(slots=True)
 class Branch:
-    """A chain of calls, each of which continues the one before. The fields are positions of calls in the session."""
+    """A chain of calls, each of which continues the one before. All fields but `lane` are positions in the session."""
 
     first: int
     newest: int

@@ -91,7 +91,7 @@ class ProviderWebSocket:
 
 
 def _object_in(message: bytes) -> Json:
-    """Return a message decoded from JSON; {} if it is not a JSON object. Messages of both kinds are passed on."""
+    """Return a message decoded from JSON; {} if it is not a JSON object. (Such messages, too, reach the agent.)"""
     try:
         value: object = orjson.loads(message)
     except orjson.JSONDecodeError:

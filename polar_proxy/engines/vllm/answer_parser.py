@@ -96,8 +96,8 @@ def make_answer_parser(
         raise CannotContinueError("the server parses no tool calls. Start vLLM with --enable-auto-tool-choice.")
     if has_strict_tool(request) and config.kind != "process":
         raise CannotContinueError(
-            "a tool is strict, so the server's chat route samples under a grammar that Polar can only get from vLLM's "
-            "parsers. Install vLLM on this machine and name its Python by the setting engine.vllm_python."
+            "a tool is strict, so the server's chat route samples under a grammar. Polar can get this grammar only "
+            "from vLLM's parsers: install vLLM on this machine and name its Python by the setting engine.vllm_python."
         )
     if config.kind == "hermes":
         return HermesAnswerParser(request, config)

@@ -274,9 +274,10 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
 async def _forced_and_allowed(
     client: VllmClient, target: TargetAnswer, unwanted: Sequence[int], chat_fields: Json, *, renders: bool
 ) -> tuple[bool, list[bool]]:
-    """Make the server sample `target`. Return whether the server did so, and which tokens the server allowed where the
-    grammar begins: a list of booleans, one for each of the likeliest tokens at this position. The list is empty if the
-    server refuses the request.
+    """Make the server sample `target`, and return two results. The first is whether the server did so.
+
+    The second is a list of booleans, one for each of the likeliest tokens at the position where the grammar begins:
+    whether the server allowed this token. The list is empty if the server refuses the request.
     """
 
     async def render(messages: list[Json], generation: bool) -> list[int]:

@@ -27,7 +27,8 @@ class StoredCalls:
         self._monitor = monitor
         self._most_bytes = most_bytes
         self._warm_ups: LRUCache[tuple[str, str], tuple[bytes, ...]] = LRUCache(most_bytes, _size_of_messages)
-        """The messages of warm-ups, by session id and call id. The least recently used are dropped."""
+        """(Session id, call id) -> messages of a warm-up: a request with `generate: false`, which samples nothing.
+        When the cache is full, the least recently used are dropped."""
 
     def keep_warm_up(self, session: SessionState, call_id: str, messages: tuple[bytes, ...]) -> None:
         """Keep the messages of a request that samples nothing, so that `find_referenced` finds them."""

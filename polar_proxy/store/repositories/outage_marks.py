@@ -32,8 +32,8 @@ disk."""
 class OutageMark:
     """A session that lost a call.
 
-    `key_hash`: the hash of the session's key if the session may not be stored yet; None if the session is stored. A
-    session that is not stored yet is stored together with its mark.
+    `key_hash`: None if the session is known to be stored, else the hash of its key. If such a session is not stored
+    when the mark is written into the database, it is stored together with the mark.
     """
 
     session_id: str

@@ -34,10 +34,10 @@ _r = schema.rollouts.c
 
 
 class LeaseExpiredError(StoreError):
-    """The lease has expired or never existed."""
+    """The lease has ended (it was acknowledged or returned, or it has expired), or never existed."""
 
     def __init__(self, lease_id: str) -> None:
-        super().__init__(f"The lease {lease_id} has expired or never existed: its group may be with another consumer")
+        super().__init__(f"The lease {lease_id} has expired, was ended or never existed: its group may be leased again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +175,12 @@ class FeedRepository(Repository):
         return await self._database.write(write)
 
     async def acknowledge(self, lease_id: str) -> None:
-        """Mark the group as trained on. Raises LeaseExpiredError if the lease has expired."""
+        """Mark the group as trained on. Raises LeaseExpiredError if the lease has expired or was released."""
         await self._end(lease_id, "acknowledged", "delivered")
 
     async def release(self, lease_id: str) -> None:
-        """End the lease unused: the group is offered again. Raises LeaseExpiredError if the lease has expired."""
+        """End the lease unused: the group is offered again. Raises LeaseExpiredError if the lease has expired or was
+        acknowledged."""
         await self._end(lease_id, "returned", "waiting")
 
     async def extend(self, lease_id: str, seconds: float) -> float:
