@@ -75,7 +75,7 @@ class EngineDroppedError(EngineError):
 
 
 class ProviderError(EngineError):
-    """A provider refused or failed a request that was passed on to it. If `body` is given, the agent gets the
+    """A request was passed on to a provider, which refused it or failed. If `body` is given, the agent gets the
     provider's response: this body with `status` and `headers`."""
 
     def __init__(

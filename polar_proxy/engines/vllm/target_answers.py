@@ -90,7 +90,7 @@ def after_call(user: list[Json]) -> list[Json]:
 
 
 async def template_answers(render: Render, user: list[Json], end_of_turn: int) -> list[TargetAnswer]:
-    """Return answers with tool calls to the conversation `user`, each written as the server's template writes it.
+    """Return answers that follow the messages `user` and contain tool calls, written as the server's template does.
 
     Answers that the template refuses are left out.
     """

@@ -49,8 +49,10 @@ class ChangeRepository(Repository):
     """Computes the states from the database, because several processes may write to the database."""
 
     async def state(self, followed: Followed, record_id: str) -> int:
-        """Return the state of a record, or of the lists. States that different processes returned cannot be
-        compared."""
+        """Return the hash of the rows shown for a record or, if `followed` is `lists`, for the lists of newest records.
+
+        Compare only hashes from the same process.
+        """
 
         def read(connection: Connection) -> int:
             rows = [connection.execute(query, {"record_id": record_id}).all() for query in _QUERIES[followed]]
