@@ -47,7 +47,7 @@ class StoreError(PolarError):
 class RequestError(PolarError):
     """A model request that cannot be served; the agent gets an error in the dialect's own format.
 
-    `status` is the HTTP status, `param` names the wrong field, `code` is the provider's machine-readable code.
+    `status` is the HTTP status, `param` names the faulty field, `code` is the provider's machine-readable code.
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
