@@ -26,7 +26,7 @@ class PolarError(Exception):
 
     exit_code = 1
     retry_after: str | None = None
-    """Value of the `retry-after` header, if an engine refused a call with one. The agent gets the same header."""
+    """Value of the `retry-after` header that the agent gets, such as the value that the engine sent with a refusal."""
 
 
 class UsageError(PolarError):
