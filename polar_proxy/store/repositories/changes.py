@@ -46,12 +46,12 @@ _QUERIES: Mapping[Followed, Sequence[Select[Any]]] = {
 
 
 class ChangeRepository(Repository):
-    """Computes the states from the database, because several processes may write to the database."""
+    """Computes the states of records. Reads the database each time, because other processes may write to it."""
 
     async def state(self, followed: Followed, record_id: str) -> int:
-        """Return the hash of the rows shown for a record or, if `followed` is `lists`, for the lists of newest records.
+        """Return the state of a record or, if `followed` is `lists`, of the lists of the newest records.
 
-        Compare only hashes from the same process.
+        Compare only states from the same process: other processes hash differently.
         """
 
         def read(connection: Connection) -> int:
