@@ -257,7 +257,7 @@ def _usage(answers: list[Answer]) -> Json:
 def google_error(message: str, status: int, param: str | None = None, retry_after: str | None = None) -> Json:
     """Return the body of an error, a google.rpc.Status. Source: https://cloud.google.com/apis/design/errors
 
-    A BadRequest detail names the wrong field. 429 and 503 carry a RetryInfo, because Gemini CLI reads the delay there
+    A BadRequest detail names the faulty field. 429 and 503 carry a RetryInfo, because Gemini CLI reads the delay there
     and not in the `retry-after` header.
     """
     error: Json = {

@@ -59,7 +59,7 @@ class NewGroup:
     for_training: bool = False
     """True if the finished group goes to the trainer feed."""
     max_staleness: int | None = None
-    """Drop a group for training when it is more than this many policy versions old."""
+    """A group for the trainer feed is dropped if it is more than this many policy versions old. None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
