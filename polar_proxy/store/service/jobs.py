@@ -50,7 +50,8 @@ class NewRollout:
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A group to queue. `group_size` of its rollouts complete it; the others are over-provisioned."""
+    """A group to queue. If `group_size` is less than the number of rollouts, a `group_policy` can complete the group
+    before all of them have ended."""
 
     task_id: str
     group_size: int
