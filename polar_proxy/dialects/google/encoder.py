@@ -55,7 +55,7 @@ class _PartWriter:
     thoughts: bool
     reasoning: str = ""
     signed_length: int = 0
-    """Number of characters of the reasoning that earlier signatures hold, counted from its start."""
+    """Number of characters at the beginning of `reasoning` that earlier signatures hold."""
     called: bool = False
 
     def thought(self, text: str) -> list[Json]:

@@ -1,7 +1,7 @@
 """Detects whether the records that a page shows have changed since the page was made.
 
 The state of a record, or of a list of records, is a number: the hash of some rows. After a change, the number is
-another one. An index finds the rows, so a state is read in about a millisecond in a database of any size.
+different. An index finds the rows, so a state is read in about a millisecond in a database of any size.
 """
 
 from __future__ import annotations
