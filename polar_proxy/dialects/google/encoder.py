@@ -200,8 +200,8 @@ class GoogleEncoder(Encoder):
 
 
 def _args(arguments: str) -> Any:
-    """Return a call's arguments for JSON output: the model's own text, byte for byte, or {} for an empty text. Parse
-    a text with line breaks, because a line break would end an SSE event."""
+    """Return a call's arguments for JSON output: the model's own text, byte for byte, or {} for an empty text. If the
+    text has line breaks, return the parsed value instead, because a line break would end an SSE event."""
     if not arguments.strip():
         return {}
     if "\n" in arguments or "\r" in arguments:
