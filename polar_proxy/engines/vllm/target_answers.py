@@ -90,7 +90,7 @@ def after_call(user: list[Json]) -> list[Json]:
 
 
 async def template_answers(render: Render, user: list[Json], end_of_turn: int) -> list[TargetAnswer]:
-    """Return answers that follow the messages `user` and contain tool calls, written as the server's template does.
+    """Return answers to the messages `user`. Each answer calls a tool, in the format of the server's template.
 
     Answers that the template refuses are left out.
     """
