@@ -26,7 +26,7 @@ class PolarError(Exception):
 
     exit_code = 1
     retry_after: str | None = None
-    """Value of the `retry-after` header, if an engine refused a call with one. The agent gets the same header."""
+    """Value of the `retry-after` header that the agent gets, such as the value that the engine sent with a refusal."""
 
 
 class UsageError(PolarError):
@@ -47,7 +47,7 @@ class StoreError(PolarError):
 class RequestError(PolarError):
     """A model request that cannot be served; the agent gets an error in the dialect's own format.
 
-    `status` is the HTTP status, `param` names the wrong field, `code` is the provider's machine-readable code.
+    `status` is the HTTP status, `param` names the faulty field, `code` is the provider's machine-readable code.
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
@@ -75,7 +75,7 @@ class EngineDroppedError(EngineError):
 
 
 class ProviderError(EngineError):
-    """A provider refused or failed a request that was passed on to it. If `body` is given, the agent gets the
+    """A request was passed on to a provider, which refused it or failed. If `body` is given, the agent gets the
     provider's response: this body with `status` and `headers`."""
 
     def __init__(

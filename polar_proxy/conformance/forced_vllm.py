@@ -28,7 +28,7 @@ from polar_proxy.errors import EngineError, UsageError
 from polar_proxy.types import EngineRequest, Json, SampleEvent
 
 PLUGIN = Path(__file__).resolve().with_name("vllm_plugin")
-"""Folder of the plugin. The server needs this folder on PYTHONPATH and `--logits-processors` LOGITS_PROCESSOR."""
+"""Folder of the plugin. The server needs PYTHONPATH with this folder, and `--logits-processors` LOGITS_PROCESSOR."""
 LOGITS_PROCESSOR = "polar_forced_tokens:ForcedTokens"
 CUT_EVERY = 40
 """Average number of characters between two cuts. An answer is cut at random places before it is tokenized, so that its

@@ -92,7 +92,7 @@ async def export_lines(
     advantage: str = "grpo",
     session_lock: AbstractAsyncContextManager[object] | None = None,
 ) -> AsyncGenerator[bytes]:
-    """Yield rows of the format `form`, one line at a time, and count in `report`, which is complete at the end.
+    """Yield rows of the format `form`, one line at a time. The counts in `report` are complete at the end.
 
     `where` selects rollouts, and `session_ids` selects sessions. By default, rows are made of every rollout and of
     every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; the records of

@@ -46,7 +46,7 @@ class ResponseBuffer:
     """Holds one response as it is sent, so that a retry can get it too."""
 
     def __init__(self, request: RequestContext, grace: float) -> None:
-        """`grace`: if the client disconnects, generation continues for so many seconds, in which a retry can join."""
+        """`grace`: number of seconds for which generation continues without a client, so that a retry can join."""
         self.request = request
         self.disconnected = False
         """True if the client that sent the request disconnected before the last byte."""

@@ -68,9 +68,9 @@ class Environment:
     hide: tuple[str, ...] = ()
     """Absolute paths in the image that are removed before the agent starts, because it must not see them."""
     snapshot: bool = False
-    """The agent gets the workspace unchanged and not as a git repository. The agent's changes are found by comparison
-    with a snapshot outside the workspace, also in files that git would ignore. A repository inside the workspace stays
-    as it is, and changes in its .git folder do not count."""
+    """True: the agent gets the workspace as it is, and Polar makes no git repository of it. The agent's changes are
+    found by comparison with a snapshot outside the workspace, also in files that git would ignore. A repository that
+    the workspace already contains stays as it is, and changes in its .git folder do not count."""
     executable: tuple[str, ...] = ()
     """The names of the executable files (mode 755) among the task's `files`."""
     env: Mapping[str, str] = field(default_factory=dict)

@@ -55,7 +55,7 @@ class _PartWriter:
     thoughts: bool
     reasoning: str = ""
     signed_length: int = 0
-    """Number of characters of the reasoning that earlier signatures hold, counted from its start."""
+    """Number of characters at the beginning of `reasoning` that earlier signatures hold."""
     called: bool = False
 
     def thought(self, text: str) -> list[Json]:
@@ -200,8 +200,8 @@ class GoogleEncoder(Encoder):
 
 
 def _args(arguments: str) -> Any:
-    """Return a call's arguments for JSON output: the model's own text, byte for byte, or {} for an empty text. Parse
-    a text with line breaks, because a line break would end an SSE event."""
+    """Return a call's arguments for JSON output: the model's own text, byte for byte, or {} for an empty text. If the
+    text has line breaks, return the parsed value instead, because a line break would end an SSE event."""
     if not arguments.strip():
         return {}
     if "\n" in arguments or "\r" in arguments:
@@ -257,7 +257,7 @@ def _usage(answers: list[Answer]) -> Json:
 def google_error(message: str, status: int, param: str | None = None, retry_after: str | None = None) -> Json:
     """Return the body of an error, a google.rpc.Status. Source: https://cloud.google.com/apis/design/errors
 
-    A BadRequest detail names the wrong field. 429 and 503 carry a RetryInfo, because Gemini CLI reads the delay there
+    A BadRequest detail names the faulty field. 429 and 503 carry a RetryInfo, because Gemini CLI reads the delay there
     and not in the `retry-after` header.
     """
     error: Json = {

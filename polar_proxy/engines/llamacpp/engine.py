@@ -187,9 +187,9 @@ class LlamaCppEngine(LocallyRenderingEngine):
         return {**stream_fields(prompt), **sampling_body(sampling, seed, context, context - len(prompt))}
 
     async def _stream(self, answer: AnswerState) -> AsyncGenerator[SampleEvent, None]:
-        """Yield the events of one request to the server, up to the end of the answer.
+        """Yield the events of one request to the server, up to the end of the answer or the first recovered gap.
 
-        If the missing tokens of a gap in the stream can be recovered, the events end after these tokens instead.
+        If a gap ends the request, the last event has the recovered tokens and the token after them.
         """
         body, before = self._body(answer), len(answer.ids)
         async with aclosing(self.client.chunks(body)) as chunks:

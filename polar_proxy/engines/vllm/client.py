@@ -43,8 +43,8 @@ _SAMPLING = (
 )
 
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-"""Names of vLLM's metric of KV-cache usage. Versions before 0.10 use the second name. Values are shares from 0 to 1,
-although the names end in `perc`."""
+"""Names of vLLM's metric of KV-cache usage: the name since version 0.10, then the older name. Values are shares from
+0 to 1, although the names end in `perc`."""
 _WAITING = "vllm:num_requests_waiting"
 _RUNNING = "vllm:num_requests_running"
 # One sample of Prometheus' text format: a name, optional labels, a value.

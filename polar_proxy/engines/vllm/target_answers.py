@@ -90,7 +90,7 @@ def after_call(user: list[Json]) -> list[Json]:
 
 
 async def template_answers(render: Render, user: list[Json], end_of_turn: int) -> list[TargetAnswer]:
-    """Return answers with tool calls to the conversation `user`, each written as the server's template writes it.
+    """Return answers to the messages `user`. Each answer calls a tool, in the format of the server's template.
 
     Answers that the template refuses are left out.
     """

@@ -390,8 +390,8 @@ class OpenCallRepository(Repository):
 
 
 def _insert_announcements(connection: Connection, batch: Sequence[Announcement]) -> list[AnnouncementResult]:
-    """Insert the calls of each announcement. Insert none of its calls if the session is closed, or if the session would
-    then have more than `max_calls` calls."""
+    """Insert the calls of each announcement. Leave out the whole announcement if its session is closed, or would then
+    have more than `max_calls` calls."""
     ids = sorted({one.session_id for one in batch})
     limited = sorted({one.session_id for one in batch if one.max_calls is not None})
     # Sessions are locked in the order of their ids, as commits do. The lock makes this transaction wait for the closing

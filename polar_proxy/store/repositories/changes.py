@@ -1,7 +1,7 @@
 """Detects whether the records that a page shows have changed since the page was made.
 
 The state of a record, or of a list of records, is a number: the hash of some rows. After a change, the number is
-another one. An index finds the rows, so a state is read in about a millisecond in a database of any size.
+different. An index finds the rows, so a state is read in about a millisecond in a database of any size.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ _QUERIES: Mapping[Followed, Sequence[Select[Any]]] = {
 
 
 class ChangeRepository(Repository):
-    """Computes the states from the database, because several processes may write to the database."""
+    """Computes the states of records. Reads the database each time, because other processes may write to it."""
 
     async def state(self, followed: Followed, record_id: str) -> int:
-        """Return the state of a record, or of the lists. States that different processes returned cannot be
-        compared."""
+        """Return the state of a record or, if `followed` is `lists`, of the lists of the newest records.
+
+        Compare only states from the same process: other processes hash differently.
+        """
 
         def read(connection: Connection) -> int:
             rows = [connection.execute(query, {"record_id": record_id}).all() for query in _QUERIES[followed]]

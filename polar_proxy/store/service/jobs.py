@@ -50,7 +50,8 @@ class NewRollout:
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A group to queue. `group_size` of its rollouts complete it; the others are over-provisioned."""
+    """A group to queue. If `group_size` is less than the number of rollouts, a `group_policy` can complete the group
+    before all of them have ended."""
 
     task_id: str
     group_size: int
@@ -59,7 +60,7 @@ class NewGroup:
     for_training: bool = False
     """True if the finished group goes to the trainer feed."""
     max_staleness: int | None = None
-    """Drop a group for training when it is more than this many policy versions old."""
+    """A group for the trainer feed is dropped if it is more than this many policy versions old. None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
