@@ -193,10 +193,10 @@ def require_end_of_turn(engine: Engine) -> None:
 
 
 async def rescore_calls(calls: Sequence[CallRecord], scorer: Scorer) -> tuple[list[Rescore], dict[str, str]]:
-    """Encode and score the answers of a session that have no tokens.
+    """Encode and score the answers in calls that have no tokens.
 
-    Return the rescores, and call id -> reason for the other calls. A call is rescored with all its answers or not at
-    all.
+    Return the rescores, and call id -> reason for the calls that are skipped. If one answer of a call fails, the whole
+    call is skipped.
     """
     engine = scorer.engine
     skipped: dict[str, str] = {}
