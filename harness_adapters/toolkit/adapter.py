@@ -127,7 +127,7 @@ class ConnectableHarness(BaseHarness):
 
     @property
     def speaks_only_acp(self) -> bool:
-        """Whether every run of this adapter is over the Agent Client Protocol."""
+        """Whether every run of this adapter uses the Agent Client Protocol."""
         return False
 
     def command(self, installed: Installation) -> list[str]:

@@ -228,9 +228,9 @@ def build_rescored(
     rollout_id: str | None = None,
     reward: float | None = None,
 ) -> BuildResult:
-    """Build merged traces from the calls that `rescores` gave tokens, and exclude all other calls. Pure.
+    """Build merged traces from the calls to which `rescores` adds tokens, and exclude all other calls. Pure.
 
-    `skipped`: id of a call that was not rescored -> reason. A call that is missing there gets a general reason."""
+    `skipped`: id of a call that was not rescored -> reason. An excluded call without an entry gets a general reason."""
     rescored = {rescore.call_id for rescore in rescores}
     pairs = zip(apply_rescores(calls, rescores), calls, strict=True)
     with_tokens = [call for call, before in pairs if call is not before]
