@@ -3,7 +3,7 @@
 HTTP headers are never recorded, but other values can contain secrets, too. The store cleans the following values before
 it writes them: request parameters, tool definitions, paths, model names, labels, names of consumers and reward sources,
 reward details, error texts, log files and the texts of dialogues. It does not clean messages and answers, because they
-must match the recorded tokens, nor patches, because a patch must apply.
+must match the recorded tokens. It does not clean patches either, because a changed patch might not apply.
 
 In a value that is cleaned, this module replaces
 

@@ -22,7 +22,7 @@ _END_LINE = b'["end", '
 
 
 def run_children(job: dict[str, Any], link: Link) -> None:
-    """Run each group of tests that the judge sends in a forked child, one after the other. Return when the judge ends."""
+    """Receive groups of tests until the judge ends. Run each group in a forked child, one after the other."""
     while True:
         try:
             group = link.receive()
