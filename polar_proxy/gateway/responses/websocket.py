@@ -56,8 +56,8 @@ class ResponsesWebSocket:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         """Queue of request bodies. The item None means that no further request is answered."""
         self._close_code: int | None = None
-        """The close code to send; None if no close is to be sent: before the server decides to close, and after the
-        client has disconnected."""
+        """The close code to send; None while the server has no reason to close, and None again when the client has
+        disconnected."""
         self.gone = asyncio.Event()
         """Set once the client has disconnected."""
         self.answering = False
