@@ -107,7 +107,7 @@ class ConnectableHarness(BaseHarness):
     """A harness that users can also install and start themselves, by the program `info.command`."""
 
     acp_arguments: tuple[str, ...] = ()
-    """Arguments that make the program an agent of the Agent Client Protocol; empty if it does not speak ACP."""
+    """Arguments with which the program speaks the Agent Client Protocol (ACP); empty if it does not speak ACP."""
 
     @property
     @abstractmethod

@@ -35,7 +35,7 @@ FIELDS = frozenset(
         *("clientsecret", "secret", "password", "passwd", "passphrase", "cookie", "setcookie", "credentials"),
     }
 )
-"""Names of JSON fields that hold secrets, in lower case and without `-` and `_`. Strings in such fields are replaced."""
+"""Names of JSON fields that hold secrets, in lower case, without `-` and `_`. Strings in such fields are replaced."""
 _MAPS = frozenset({"headers", "extraheaders", "httpheaders"})
 
 
