@@ -1,7 +1,7 @@
 """Find the `vllm serve` command for a model, with the parsers that read answers in the format of its chat template.
 
-No server is needed. The model's template writes answers with reasoning and tool calls (`target_answers.py`), and vLLM's
-parsers are tried on their tokens in a side process (`parser_process.py`).
+No server is needed. The model's template writes sample answers with reasoning and tool calls (`target_answers.py`).
+vLLM's parsers are tried on the tokens of these answers in a side process (`parser_process.py`).
 """
 
 from __future__ import annotations
