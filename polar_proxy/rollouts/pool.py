@@ -5,8 +5,8 @@ Promises:
 * each sandbox is empty, is taken only once, and is checked to be alive when it is taken;
 * at most `size` sandboxes wait in the pool; those that are left at the end are closed;
 * `expect` fills the pool for one specification; with the option `refill`, `take` does so too. The pool then holds
-  as many sandboxes of this specification, open or still opening, as are usually taken while one sandbox opens. It
-  holds at least one of them, and at most `size`.
+  as many sandboxes of this specification, open or still opening, as are taken while one sandbox opens: at least one,
+  and at most `size`.
 
 After `kill -9` of the process, the waiting sandboxes are removed like all sandboxes of dead processes
 (`sandboxes.orphans.sweep`).

@@ -193,7 +193,7 @@ def require_end_of_turn(engine: Engine) -> None:
 
 
 async def rescore_calls(calls: Sequence[CallRecord], scorer: Scorer) -> tuple[list[Rescore], dict[str, str]]:
-    """Encode and score the answers in calls that have no tokens.
+    """Encode and score a session's answers that were recorded without tokens.
 
     Return the rescores, and call id -> reason for the calls that are skipped. If one answer of a call fails, the whole
     call is skipped.

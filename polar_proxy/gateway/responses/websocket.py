@@ -10,7 +10,7 @@ Promises:
   retries, recording, and what happens when the client disconnects.
 * A refused request leaves the WebSocket open. The server closes it if a message breaks the protocol or a limit, if it
   is idle, or when the server stops.
-* A response with `store: false` can be continued only on its own WebSocket. This ends when a later response is
+* A response with `store: false` can be continued on its own WebSocket. This ends when a later response is
   complete, or when a request that continues the response fails. (The API defines it so: after a failure the client
   sends its conversation again.)
 """

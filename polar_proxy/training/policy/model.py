@@ -240,7 +240,7 @@ class Learner:
                 microbatch.older_logprobs = torch.where(here, values, microbatch.older_logprobs)
 
     def _version_numbers(self, microbatch: Microbatch, step: int) -> list[int]:
-        """Return the policy version of each sampled token [s] as a number: the number of training steps before it.
+        """Return the policy version of each sampled token [s] as a number: the steps that its weights had been trained.
 
         `step`: the version of the current weights. In a synchronous run, tokens of an unknown version count as sampled
         by the current weights. Raises TrainingError if a token has a version outside 0 to `step`, or if the run is
