@@ -243,8 +243,9 @@ class Learner:
         """Return the policy version of each sampled token [s] as a number.
 
         A version is the number of steps for which the weights were trained. `step`: the version of the current weights.
-        In a synchronous run, tokens of an unknown version count as sampled by the current weights. Raises TrainingError if a token has a version outside 0 to `step`, or if the run is
-        asynchronous and a version is unknown.
+        In a synchronous run, tokens of an unknown version count as sampled by the current weights. Raises
+        TrainingError if a token has a version outside 0 to `step`, or if the run is asynchronous and a version is
+        unknown.
         """
         numbers = []
         for version in microbatch.versions:
