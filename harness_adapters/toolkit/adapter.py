@@ -107,7 +107,7 @@ class ConnectableHarness(BaseHarness):
     """A harness that users can also install and start themselves, by the program `info.command`."""
 
     acp_arguments: tuple[str, ...] = ()
-    """Arguments that make the program an agent of the Agent Client Protocol; empty if it does not speak ACP."""
+    """Arguments with which the program speaks the Agent Client Protocol (ACP); empty if it does not speak ACP."""
 
     @property
     @abstractmethod
@@ -127,7 +127,7 @@ class ConnectableHarness(BaseHarness):
 
     @property
     def speaks_only_acp(self) -> bool:
-        """Whether every run of this adapter is over the Agent Client Protocol."""
+        """Whether every run of this adapter uses the Agent Client Protocol."""
         return False
 
     def command(self, installed: Installation) -> list[str]:

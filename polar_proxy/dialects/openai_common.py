@@ -103,7 +103,7 @@ class OpenAIEncoder(Encoder):
     response_object: ClassVar[str]
     chunk_object: ClassVar[str]
     empty_content: ClassVar[Json]
-    """The field `delta` or `text`, without content, of a choice in a chunk."""
+    """The field of a choice in a chunk that has no content: an empty `delta` or `text`."""
     null_usage: ClassVar[bool] = False
     """Whether chunks before the usage chunk have `usage: null`."""
 

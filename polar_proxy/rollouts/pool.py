@@ -5,8 +5,8 @@ Promises:
 * each sandbox is empty, is taken only once, and is checked to be alive when it is taken;
 * at most `size` sandboxes wait in the pool; those that are left at the end are closed;
 * `expect` fills the pool for one specification; with the option `refill`, `take` does so too. The pool then holds
-  enough sandboxes of this specification, open or still opening: as many as are taken in the time that one takes to
-  open, at least one, and at most `size`.
+  as many sandboxes of this specification, open or still opening, as are taken while one sandbox opens: at least one,
+  and at most `size`.
 
 After `kill -9` of the process, the waiting sandboxes are removed like all sandboxes of dead processes
 (`sandboxes.orphans.sweep`).
@@ -129,9 +129,9 @@ class SandboxPool:
     def _target(self, key: Hashable, requested_at: float) -> int:
         """Return how many sandboxes of this specification should wait in the pool (Little's law).
 
-        As many are needed as are taken while a sandbox opens. So count the sandboxes taken since `requested_at` - d.
-        `requested_at` is the time of the current request, d the time that the last sandbox took to open. Do not count
-        from now - d: if the current request waited for its sandbox, this would miss the requests just before it."""
+        The pool needs as many sandboxes as are taken while one opens. So count the sandboxes taken in the d seconds
+        before `requested_at`, the time of the current request, and since then. The last sandbox took d seconds to open.
+        Do not count from now - d: if the current request waited long, earlier requests would not be counted."""
         demand = self._demand(key)
         since = requested_at - demand.opening
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))

@@ -272,9 +272,9 @@ def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker
 
     The base is the earlier call that a new request continues. `base`: the marked rendering of the base's prompt;
     `whole`: the marked rendering of the new request. The fixed texts before the base's answer must be equal in both
-    renderings, apart from IGNORED_DIFFERENCES. There is one exception. A fixed text also contains the beginning of the
-    answer after it, up to the answer's first mark. So a fixed text may be longer in one rendering than in the other.
-    In `base`, no answer follows the last fixed text. So this text may be longer only in `whole`.
+    renderings, with two exceptions for the part after the last mark of a fixed text. First, IGNORED_DIFFERENCES do not
+    count. Second, this part ends with the first characters of the next answer, up to the answer's first mark, so it may
+    be longer in one rendering. After the last fixed text of `base` no answer follows: it may be longer only in `whole`.
 
     `opening`: the text with which the template opened the base's answer. `whole` need not contain this text. Raises
     RenderingError if the renderings differ otherwise.

@@ -471,8 +471,8 @@ class SessionState:
 
 
 def tokens_match_texts(call: CallRecord) -> bool:
-    """Return whether a call's tokens encode its recorded texts: no hook changed its messages or its answer, and the
-    tokens have no tool call that the agent was not shown."""
+    """Return whether a call's tokens encode its recorded texts. They do not if a hook changed its messages or its
+    answer, or if its tokens have a tool call that was hidden from the agent."""
     changes = call.hooks or {}
     rewritten = "answer" in changes or "messages" in changes.get("request", {})
     return not rewritten and not call.sampling.get("hidden_call")

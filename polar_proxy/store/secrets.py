@@ -3,7 +3,7 @@
 HTTP headers are never recorded, but other values can contain secrets, too. The store cleans the following values before
 it writes them: request parameters, tool definitions, paths, model names, labels, names of consumers and reward sources,
 reward details, error texts, log files and the texts of dialogues. It does not clean messages and answers, because they
-must match the recorded tokens, nor patches, because a patch must apply.
+must match the recorded tokens. It does not clean patches either, because a changed patch might not apply.
 
 In a value that is cleaned, this module replaces
 
@@ -35,7 +35,7 @@ FIELDS = frozenset(
         *("clientsecret", "secret", "password", "passwd", "passphrase", "cookie", "setcookie", "credentials"),
     }
 )
-"""Names of the JSON fields whose strings are removed as secrets: in lower case, without `-` and `_`."""
+"""Names of JSON fields that hold secrets, in lower case, without `-` and `_`. Strings in such fields are replaced."""
 _MAPS = frozenset({"headers", "extraheaders", "httpheaders"})
 
 

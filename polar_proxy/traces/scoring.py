@@ -193,10 +193,10 @@ def require_end_of_turn(engine: Engine) -> None:
 
 
 async def rescore_calls(calls: Sequence[CallRecord], scorer: Scorer) -> tuple[list[Rescore], dict[str, str]]:
-    """Encode and score the answers of a session that have no tokens.
+    """Encode and score a session's answers that were recorded without tokens.
 
-    Return the rescores, and call id -> reason for the other calls. A call is rescored with all its answers or not at
-    all.
+    Return the rescores, and call id -> reason for the calls that are skipped. If one answer of a call fails, the whole
+    call is skipped.
     """
     engine = scorer.engine
     skipped: dict[str, str] = {}
@@ -228,9 +228,9 @@ def build_rescored(
     rollout_id: str | None = None,
     reward: float | None = None,
 ) -> BuildResult:
-    """Build merged traces from the calls that `rescores` gave tokens, and exclude all other calls. Pure.
+    """Build merged traces from the calls to which `rescores` adds tokens, and exclude all other calls. Pure.
 
-    `skipped`: id of a call that was not rescored -> reason. A call that is missing there gets a general reason."""
+    `skipped`: id of a call that was not rescored -> reason. An excluded call without an entry gets a general reason."""
     rescored = {rescore.call_id for rescore in rescores}
     pairs = zip(apply_rescores(calls, rescores), calls, strict=True)
     with_tokens = [call for call, before in pairs if call is not before]

@@ -115,8 +115,8 @@ class GrpoTrainer:
     async def train(self) -> TrainerState:
         """Train until `config.steps` are done. Raises TrainingError when the run cannot continue.
 
-        Raises UsageError if another process trains this run, or if the run is resumed and a setting was changed that
-        must stay the same.
+        Raises UsageError if another process trains this run. Raises UsageError if the run is resumed with another value
+        of a setting that must stay the same.
         """
         config = self._config
         with self._locked_run():

@@ -75,4 +75,4 @@ def test_reports_invalid_options() -> None:
 
 
 def test_serve_names_what_a_folder_lacks(tmp_path: Path) -> None:
-    assert "chat template and tokenizer.json are needed" in polar_error("doctor", "serve", str(tmp_path))
+    assert "chat template and tokenizer.json of" in polar_error("doctor", "serve", str(tmp_path))

@@ -53,7 +53,7 @@ parses each answer."""
 _FEWEST = 20
 """Number of answers that a search may always try, even if this takes more than `_COMPARISONS` parses."""
 _DIFFERENCES = 6
-"""A search ends after it found this many answers that the pairs parse differently."""
+"""A search ends when it has found this many answers that pairs of parsers parse differently."""
 
 from vllm import __version__  # noqa: E402
 from vllm.config import ModelConfig, VllmConfig  # noqa: E402
@@ -391,8 +391,8 @@ def vary(bodies: list[list[int]], random: Random) -> list[int]:
 def same_calls(parsed: list[list[str]], wanted: list[list[Any]]) -> bool:
     """Return whether two lists of [name, arguments] are equal.
 
-    Parsed arguments are text. Wanted arguments are text or a JSON value. For a comparison with a JSON value the parsed
-    text is decoded. Raises ValueError if the parsed text is then not JSON.
+    Parsed arguments are text. Wanted arguments are text or a JSON value. If they are a JSON value, the parsed text is
+    decoded before the comparison. Raises ValueError if the text to decode is not JSON.
     """
     return len(parsed) == len(wanted) and all(
         name == wanted_name and (arguments if isinstance(given, str) else json.loads(arguments)) == given

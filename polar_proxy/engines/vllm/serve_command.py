@@ -1,7 +1,7 @@
 """Find the `vllm serve` command for a model, with the parsers that read answers in the format of its chat template.
 
-No server is needed. The model's template writes answers with reasoning and tool calls (`target_answers.py`), and vLLM's
-parsers are tried on their tokens in a side process (`parser_process.py`).
+No server is needed. The model's template writes sample answers with reasoning and tool calls (`target_answers.py`).
+vLLM's parsers are tried on the tokens of these answers in a side process (`parser_process.py`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,17 @@ async def find_serve_command(model: str, vllm_python: str | None = None) -> Serv
     """Return the command for `model`, which is a folder or a name in the Hugging Face cache.
 
     `vllm_python` is the Python of an environment with vLLM. If it is None, the Python of the `vllm` command is used, or
-    else this process's own. Raises UsageError if the model's files or vLLM are not on this machine. Raises EngineError
-    if vLLM cannot load the model's configuration, or has no parser for answers in the template's format.
+    else this process's own. Raises UsageError if the model's files, the package tokenizers or vLLM are not on this
+    machine. Raises EngineError if vLLM cannot load the model's configuration, or has no parser for answers in the
+    template's format.
     """
     folder = await asyncio.to_thread(find_model_folder, model)
     files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
     if files is None:
-        raise UsageError(f"There is no model in {model!r}: its chat template and tokenizer.json are needed.")
+        raise UsageError(
+            f"The chat template and tokenizer.json of {model!r} cannot be read: the files are not on this machine, or "
+            "the package tokenizers is missing (pip install 'polar-proxy[local]')."
+        )
     python = find_vllm_python(vllm_python)
     if python is None:
         raise UsageError("vLLM was not found: install it, or name its Python by the setting engine.vllm_python.")

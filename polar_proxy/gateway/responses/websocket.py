@@ -10,8 +10,9 @@ Promises:
   retries, recording, and what happens when the client disconnects.
 * A refused request leaves the WebSocket open. The server closes it if a message breaks the protocol or a limit, if it
   is idle, or when the server stops.
-* A response with `store: false` can be continued on its WebSocket, until a later response is complete or a request
-  fails that continues this one. (The API defines it so: after a failure the client sends its conversation again.)
+* A response with `store: false` can be continued on its own WebSocket. This ends when a later response is
+  complete, or when a request that continues the response fails. (The API defines it so: after a failure the client
+  sends its conversation again.)
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class ResponsesWebSocket:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         """Queue of request bodies. The item None means that no further request is answered."""
         self._close_code: int | None = None
-        """The close code to send; None if no close is to be sent: before the server decides to close, and after the
-        client has disconnected."""
+        """The close code to send; None while the server has no reason to close, and None again when the client has
+        disconnected."""
         self.gone = asyncio.Event()
         """Set once the client has disconnected."""
         self.answering = False
-        """True while a request is answered. False as soon as the sending of the answer's last event begins."""
+        """True while a request is answered. False just before the last event of the answer is sent."""
         self.latest_call: str | None = None
         """Call id of the latest complete answer; None if there is none, or if a request that continues it failed."""
 

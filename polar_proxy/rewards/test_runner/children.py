@@ -22,7 +22,7 @@ _END_LINE = b'["end", '
 
 
 def run_children(job: dict[str, Any], link: Link) -> None:
-    """Receive groups of tests from the judge until it ends. Run each group in a forked child, one after the other."""
+    """Receive groups of tests until the judge ends. Run each group in a forked child, one after the other."""
     while True:
         try:
             group = link.receive()

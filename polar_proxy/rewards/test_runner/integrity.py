@@ -1,4 +1,4 @@
-"""Detect that the agent's code tampers with its tests: by changed assertions, or by objects that equal anything."""
+"""Detect code of the agent that tampers with the tests: changed assertions, and objects that equal anything."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Archives: `polar db export` writes a part of a database to one portable file, and `polar db import` reads it.
 
-An archive is a zip file with `polar.db`, an SQLite database of the same schema that holds the selected rows and all
-rows that they refer to, and the files of the artifacts under `artifacts/`. Archives of SQLite and PostgreSQL databases
+An archive is a zip file. Its `polar.db` is an SQLite database of the same schema, with the selected rows and all rows
+that they refer to. Its folder `artifacts/` has the files of the artifacts. Archives of SQLite and PostgreSQL databases
 have the same form. An archive contains no keys, not even hashed.
 """
 

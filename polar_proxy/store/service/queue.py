@@ -29,7 +29,7 @@ from polar_proxy.store.repositories.rollouts import (
 )
 
 CANCEL_REQUESTED = "cancel_requested"
-"""The value of `rollouts.cause` by which the worker of a claimed rollout is asked to end it."""
+"""The value of `rollouts.cause` that asks the worker of a claimed rollout to end the rollout."""
 
 _THROUGHPUT_LEASES = 256
 """The number of newest acknowledged leases from which the consumers' throughput is measured."""

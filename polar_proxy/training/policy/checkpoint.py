@@ -133,7 +133,7 @@ def weights_after(run: Path, step: int, model: Any, *, initial: Path, adapter: b
     if step and not folder.is_dir():
         raise TrainingError(
             f"the batch has tokens that were sampled with the weights after step {step}, and there is no checkpoint of "
-            "that step: raise keep_checkpoints, lower max_async_steps, or set `proximal` to another value than sampler"
+            "that step: raise keep_checkpoints, lower max_async_steps, or set `proximal` to a value other than sampler"
         )
     own = dict(model.named_parameters())
     if adapter and not step:  # a new adapter changes nothing, because its matrix B is 0

@@ -240,11 +240,12 @@ class Learner:
                 microbatch.older_logprobs = torch.where(here, values, microbatch.older_logprobs)
 
     def _version_numbers(self, microbatch: Microbatch, step: int) -> list[int]:
-        """Return the policy version of each sampled token [s] as a number: how many steps its weights were trained for.
+        """Return the policy version of each sampled token [s] as a number.
 
-        `step`: the version of the current weights. In a synchronous run, tokens of an unknown version count as sampled
-        by the current weights. Raises TrainingError if a token has a version outside 0 to `step`, or if the run is
-        asynchronous and a version is unknown.
+        A version is the number of steps for which the weights were trained. `step`: the version of the current weights.
+        In a synchronous run, tokens of an unknown version count as sampled by the current weights. Raises
+        TrainingError if a token has a version outside 0 to `step`, or if the run is asynchronous and a version is
+        unknown.
         """
         numbers = []
         for version in microbatch.versions:
