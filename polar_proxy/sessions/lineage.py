@@ -282,9 +282,9 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
 def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
     """Return (answer_end, request_end): how many messages at the beginning of the request are from earlier calls.
 
-    `answer_end`: length of the longest beginning that is an earlier call's messages and answer; 0 if there is none.
-    `request_end`: length of the longest beginning, shorter than the request, that is an earlier call's messages. 0 if
-    there is none, or if it is shorter than `answer_end`.
+    The first `answer_end` messages are the messages and answer of an earlier call. The first `request_end` messages
+    are only the messages of an earlier call, and more messages follow. Both numbers are as large as possible, and 0 if
+    there is no such call. `request_end` is 0 as well if it would be less than `answer_end`.
     """
     keys = query.chain.keys
     request_end = 0
