@@ -120,7 +120,7 @@ class LimitedConnection(asyncio.Protocol):
 
     @abstractmethod
     def reads_whole(self) -> bool:
-        """Return whether all bytes that come next belong to one piece of content. They are then parsed unsliced."""
+        """Return whether all held bytes belong to one piece of content, and so can be parsed without slicing."""
 
     @abstractmethod
     def reading_paused(self) -> bool:
