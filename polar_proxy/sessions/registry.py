@@ -234,8 +234,8 @@ class SessionRegistry:
     async def _catch_up(self, session: SessionState) -> None:
         """Read what other gateways have recorded of this session. Raises SessionClosedError if it was closed.
 
-        The session's row has the number of committed calls. While no call is in flight here, `session.recorded`
-        includes all calls of this gateway. So if both numbers are equal, there is nothing to read.
+        The session's row counts the committed calls of all gateways. `session.recorded` counts the calls that this
+        gateway knows. If no call is in flight here and the two counts are equal, there is nothing to read.
         """
         quiet, recorded = session.in_flight == 0, session.recorded
         row = await self._store.sessions.summary(session.session_id)

@@ -120,7 +120,7 @@ class LimitedConnection(asyncio.Protocol):
 
     @abstractmethod
     def reads_whole(self) -> bool:
-        """Return whether all held bytes belong to one piece of content, and so can be parsed without slicing."""
+        """Return whether the next bytes need no slicing, because all of them belong to one piece of content."""
 
     @abstractmethod
     def reading_paused(self) -> bool:
