@@ -149,9 +149,9 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
 
 
 def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
-    """Return the last complete answer in the request that an earlier call gave; None if there is none.
+    """Return the last message of the request that is an earlier call's complete answer; None if there is none.
 
-    The answer must be to the same conversation: the messages before it mean the same as that call's messages.
+    The messages before it must mean the same as the messages of that call.
     """
     keys = query.chain.keys
     for end in range(len(keys) - 1, 0, -1):
@@ -370,9 +370,9 @@ def _inserted_summary(index: CallIndex, query: PlacementQuery) -> CallNode | Non
 
 
 def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Decision:
-    """Return the decision for a sub-agent, if the harness says that this call begins one. Otherwise return `extended`.
+    """If the harness says that this call begins a sub-agent, return the decision for it. Otherwise return `extended`.
 
-    Such a sub-agent starts with a copy of its parent's conversation, so its first call looks like a continuation.
+    A forked sub-agent starts with a copy of its parent's conversation, so its first call looks like a continuation.
     """
     parent = extended.parent
     if parent is not None and _is_new_subagent(index, query) and parent.client_thread != query.metadata.thread:
