@@ -278,7 +278,7 @@ class References(NamedTuple):
     calls: frozenset[str] = frozenset()
     """Calls whose messages and answers are needed."""
     answers: frozenset[str] = frozenset()
-    """Other calls, of which only the answers are needed."""
+    """Calls whose answers are needed, but not their messages."""
 
     @property
     def all(self) -> frozenset[str]:
