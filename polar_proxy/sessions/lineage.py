@@ -44,7 +44,7 @@ from polar_proxy.types import ANSWERED, Edge, Message
 _MIN_EVIDENCE = 40
 """An assistant turn of fewer characters may occur in two unrelated conversations."""
 _OPENING = 20_000
-"""A limit in characters. Quotes are looked for in the first messages, in at most this much of each."""
+"""Number of characters at the beginning of each of the first messages that are searched for quotes."""
 
 
 @dataclass(frozen=True, slots=True)
