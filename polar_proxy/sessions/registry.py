@@ -64,11 +64,11 @@ class SessionRegistry:
         return len(self._by_id)
 
     async def find(self, key: str | None, path_key: str | None, *, inside_sandbox: bool = False) -> SessionState:
-        """Return the session of `path_key` (from the URL's path). If `path_key` is None, return that of `key` (from the
-        headers or the query).
+        """Return the session of a key: of `path_key` (from the URL's path) if there is one, otherwise of `key` (from
+        the headers or the query).
 
-        Raises RequestError 401 for an unknown key if the gateway requires known keys, or the request comes from a
-        sandbox: an agent in a sandbox has the key of its rollout. Raises SessionClosedError if the session was closed.
+        An unknown key opens a session. If the gateway requires known keys, or if the request comes from a sandbox, an
+        unknown key raises RequestError 401. Raises SessionClosedError if the session was closed.
         """
         session = self.in_memory(key, path_key)
         if session is not None:
