@@ -1,8 +1,8 @@
 """The registry of sessions: find the session of a key, and keep the state of each session in memory.
 
-A gateway may be one of several on a database (setting `gateway.shared`). Another gateway may then have closed a session
-that this one has in memory, or answered calls of this session. So before each request this gateway reads the session's
-row, and the session's calls that are not in memory yet.
+Several gateways may share a database (setting `gateway.shared`). A session that is in this gateway's memory may then
+have been closed by another gateway, or have calls that another gateway answered. So before each request this gateway
+reads the session's row, and the session's calls that are not in memory yet.
 
 While the store fails, sessions in memory go on, and unknown keys open sessions that are stored later. A session that
 lost a call is marked as incomplete as soon as the store can be written (`write_pending`). If the process ends before
@@ -295,9 +295,9 @@ class SessionRegistry:
     def _use(self, session: SessionState) -> None:
         """Record that a session was just used. If the sessions have too many calls for memory, drop unused sessions.
 
-        The least recently used session is dropped first. Sessions stay if they are in use, have lost calls, or wait to
-        be stored. All sessions in use stay even if they have too many calls, because reading each one back for its next
-        call would stop the gateway.
+        The least recently used session is dropped first. Sessions that have lost calls or wait to be stored stay.
+        Sessions in use (`_IN_USE_SECONDS`) stay too, even if they alone have too many calls for memory: reading each
+        of them back for its next call would stop the gateway.
         """
         now = session.used_at = time.monotonic()
         self._by_id.move_to_end(session.session_id)
