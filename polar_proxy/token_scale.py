@@ -9,7 +9,7 @@ PROBABILITIES = (0.9, 0.5, 0.1, 0.01, 0.0)
 
 
 def scale_step(logprob: float) -> int:
-    """Return the index in `PROBABILITIES` of the step for this log-probability."""
+    """Return the step to which a log-probability belongs, as an index in `PROBABILITIES`."""
     probability = math.exp(logprob)
     return next(step for step, lowest in enumerate(PROBABILITIES) if probability >= lowest)
 

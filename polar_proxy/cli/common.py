@@ -206,8 +206,8 @@ def observe_warnings(gateway: Gateway, settings: Settings, note: Callable[[str],
 async def connect(settings: Settings, *, create: bool = False, patient: bool = False) -> AsyncIterator[AsyncClient]:
     """Yield a client of the server at `settings.url`. Without a URL, open the database and serve the API in-process.
 
-    With a URL, `patient` waits about a minute for a server that restarts. Without a URL, `create` creates or upgrades
-    the database.
+    `patient` (only with a URL): wait about a minute for a server that restarts.
+    `create` (only without a URL): create or upgrade the database.
     """
     from polar_proxy.client import AsyncClient
     from polar_proxy.client.requests import MAX_TRIES

@@ -103,8 +103,8 @@ class LocalRenderer(Generic[Rendering]):
     async def matches_server(self, requests: Sequence[ChatRequest]) -> bool:
         """Return whether this process renders these requests as the server does.
 
-        Only the last request is compared, because all have the same tools and template options. If these were compared
-        before, that earlier result is returned. A conversation with an unusual role never matches.
+        All requests must have the same tools and template options. If a request with these was compared before, its
+        result is returned; otherwise the last request is compared. A conversation with an unusual role never matches.
         """
         if not all(message.role in _ROLES for request in requests for message in request.messages):
             return False

@@ -81,8 +81,8 @@ class ProgressReporter(Protocol):
 
 
 RemoteScorer = Callable[[EvaluationInput, SandboxKind, Mapping[str, str]], Awaitable[Score]]
-"""Waits until another machine has capacity, then scores there (`cluster.node.RayScorer`). Raises InfrastructureError.
-The wait uses up no time limit."""
+"""Waits until another machine has capacity, then scores there (`rollouts/cluster/node.py`). The wait uses up no time
+limit. Raises InfrastructureError if the other machine cannot score."""
 
 
 @dataclass(slots=True)

@@ -41,8 +41,8 @@ class SandboxInterception:
         """
         if kind == "process":
             raise UsageError(
-                "This agent's calls have to be intercepted, and a process sandbox uses the host's network: use "
-                "--sandbox bubblewrap or docker."
+                "This agent's calls have to be intercepted. A process sandbox cannot do this, because it uses the "
+                "host's network: use --sandbox bubblewrap or docker."
             )
         authority = await self._authority()
         files = (authority.certificate, authority.bundle, authority.java_store)

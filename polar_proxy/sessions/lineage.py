@@ -44,7 +44,7 @@ from polar_proxy.types import ANSWERED, Edge, Message
 _MIN_EVIDENCE = 40
 """An assistant turn of fewer characters may occur in two unrelated conversations."""
 _OPENING = 20_000
-"""A limit in characters. Quotes are looked for in the first messages, in at most this much of each."""
+"""Number of characters at the beginning of each of the first messages that are searched for quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +149,9 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
 
 
 def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
-    """Return the last complete answer in the request that an earlier call gave; None if there is none.
+    """Return the last message of the request that is an earlier call's complete answer; None if there is none.
 
-    The answer must be to the same conversation: the messages before it mean the same as that call's messages.
+    The messages before it must mean the same as the messages of that call.
     """
     keys = query.chain.keys
     for end in range(len(keys) - 1, 0, -1):
@@ -282,9 +282,9 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
 def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
     """Return (answer_end, request_end): how many messages at the beginning of the request are from earlier calls.
 
-    `answer_end`: length of the longest beginning that is an earlier call's messages and answer; 0 if there is none.
-    `request_end`: length of the longest beginning, shorter than the request, that is an earlier call's messages. 0 if
-    there is none, or if it is shorter than `answer_end`.
+    The first `answer_end` messages are the messages and answer of an earlier call. The first `request_end` messages
+    are only the messages of an earlier call, and more messages follow. Both numbers are as large as possible, and 0 if
+    there is no such call. `request_end` is 0 as well if it would be less than `answer_end`.
     """
     keys = query.chain.keys
     request_end = 0
@@ -370,9 +370,9 @@ def _inserted_summary(index: CallIndex, query: PlacementQuery) -> CallNode | Non
 
 
 def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Decision:
-    """Return the decision for a sub-agent, if the harness says that this call begins one. Otherwise return `extended`.
+    """If the harness says that this call begins a sub-agent, return the decision for it. Otherwise return `extended`.
 
-    Such a sub-agent starts with a copy of its parent's conversation, so its first call looks like a continuation.
+    A forked sub-agent starts with a copy of its parent's conversation, so its first call looks like a continuation.
     """
     parent = extended.parent
     if parent is not None and _is_new_subagent(index, query) and parent.client_thread != query.metadata.thread:

@@ -1,8 +1,8 @@
 """The registry of sessions: find the session of a key, and keep the state of each session in memory.
 
-A gateway may be one of several on a database (setting `gateway.shared`). Another gateway may then have closed a session
-that this one has in memory, or answered calls of this session. So before each request this gateway reads the session's
-row, and the session's calls that are not in memory yet.
+Several gateways may share a database (setting `gateway.shared`). A session that is in this gateway's memory may then
+have been closed by another gateway, or have calls that another gateway answered. So before each request this gateway
+reads the session's row, and the session's calls that are not in memory yet.
 
 While the store fails, sessions in memory go on, and unknown keys open sessions that are stored later. A session that
 lost a call is marked as incomplete as soon as the store can be written (`write_pending`). If the process ends before
@@ -64,11 +64,11 @@ class SessionRegistry:
         return len(self._by_id)
 
     async def find(self, key: str | None, path_key: str | None, *, inside_sandbox: bool = False) -> SessionState:
-        """Return the session of `path_key` (from the URL's path). If `path_key` is None, return that of `key` (from the
-        headers or the query).
+        """Return the session of a key: of `path_key` (from the URL's path) if there is one, otherwise of `key` (from
+        the headers or the query).
 
-        Raises RequestError 401 for an unknown key if the gateway requires known keys, or the request comes from a
-        sandbox: an agent in a sandbox has the key of its rollout. Raises SessionClosedError if the session was closed.
+        An unknown key opens a session. If the gateway requires known keys, or if the request comes from a sandbox, an
+        unknown key raises RequestError 401. Raises SessionClosedError if the session was closed.
         """
         session = self.in_memory(key, path_key)
         if session is not None:
@@ -234,8 +234,8 @@ class SessionRegistry:
     async def _catch_up(self, session: SessionState) -> None:
         """Read what other gateways have recorded of this session. Raises SessionClosedError if it was closed.
 
-        The session's row has the number of committed calls. While no call is in flight here, `session.recorded`
-        includes all calls of this gateway. So if both numbers are equal, there is nothing to read.
+        The session's row counts the committed calls of all gateways. `session.recorded` counts the calls that this
+        gateway knows. If no call is in flight here and the two counts are equal, there is nothing to read.
         """
         quiet, recorded = session.in_flight == 0, session.recorded
         row = await self._store.sessions.summary(session.session_id)
@@ -295,9 +295,9 @@ class SessionRegistry:
     def _use(self, session: SessionState) -> None:
         """Record that a session was just used. If the sessions have too many calls for memory, drop unused sessions.
 
-        The least recently used session is dropped first. Sessions stay if they are in use, have lost calls, or wait to
-        be stored. All sessions in use stay even if they have too many calls, because reading each one back for its next
-        call would stop the gateway.
+        The least recently used session is dropped first. Sessions that have lost calls or wait to be stored stay.
+        Sessions in use (`_IN_USE_SECONDS`) stay too, even if they alone have too many calls for memory: reading each
+        of them back for its next call would stop the gateway.
         """
         now = session.used_at = time.monotonic()
         self._by_id.move_to_end(session.session_id)

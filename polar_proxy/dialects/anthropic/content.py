@@ -170,7 +170,8 @@ class _BlockReader:
         return parts, tuple(marks)
 
     def _parts(self, blocks: list[tuple[Json, str]]) -> list[Json]:
-        """Return blocks as OpenAI content parts. Consecutive tool references become one part with all definitions."""
+        """Return blocks as OpenAI content parts. Consecutive references to tools become one part, the tools'
+        definitions."""
         parts: list[Json] = []
         for references, row in groupby(blocks, key=lambda item: item[0]["type"] == "tool_reference"):
             if references:

@@ -147,8 +147,8 @@ def recorded_ratios(trainer: type[Any]) -> type[Any]:
 def rollout_sample(row: TrainingRow, group_number: int, *, model_version: int = 0) -> Json:
     """Return the fields of a `RolloutSample`. `input_ids`, `completion_mask` int64 [n], `old_log_probs` float32 [n].
 
-    A token's policy version may be a number or another text. The sample's version is the lowest number. If there is no
-    number, it is `model_version`. Raise RowError for a row without an advantage.
+    The sample's `model_version` is the lowest policy version of its tokens. Versions that are not numbers are ignored.
+    If no version is a number, the argument `model_version` is used. Raise RowError for a row without an advantage.
     """
     prompt = len(row.prompt_ids)
     numbers = [int(version) for version in row.versions if version.isdecimal()]

@@ -120,7 +120,7 @@ class LimitedConnection(asyncio.Protocol):
 
     @abstractmethod
     def reads_whole(self) -> bool:
-        """Return whether all bytes that come next belong to one piece of content. They are then parsed unsliced."""
+        """Return whether the next bytes need no slicing, because all of them belong to one piece of content."""
 
     @abstractmethod
     def reading_paused(self) -> bool:

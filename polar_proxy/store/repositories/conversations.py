@@ -108,8 +108,10 @@ class ConversationRepository(Repository):
         return row
 
     async def get(self, session_id: str, conversation_id: str, *, at_provider: bool = False) -> ConversationRow | None:
-        """Return a conversation of this session. `at_provider`: whether the provider keeps it. None if there is no such
-        conversation."""
+        """Return a conversation of this session; None if there is none with this id.
+
+        Find only conversations that the provider keeps (`at_provider`), or only those that Polar keeps (the default).
+        """
         mine = (_c.conversation_id == conversation_id, _c.session_id == session_id, _c.at_provider == at_provider)
         return await self._row(ConversationRow, select(*_columns).where(*mine))
 
