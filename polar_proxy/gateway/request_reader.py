@@ -210,7 +210,7 @@ class RequestReader:
 async def _turn(session: SessionState, reservation: BodyReservation) -> AsyncIterator[None]:
     """Wait until it is this body's turn to be parsed, in one of the two queues of its session.
 
-    From its turn on, the body is not refused any more to make room for others.
+    While it waits, the body may be refused to make room for others. From its turn on, it may not.
 
     Bodies of more than `_TAKES_TURNS` bytes have their own queue, so that smaller bodies do not wait for them. From
     each queue, at most one body is parsed per turn of the event loop. Before a body of more than `_TAKES_TURNS` bytes

@@ -31,7 +31,7 @@ _VOLATILE_FIELDS = frozenset({"client_metadata", "metadata", "user", "safety_ide
 turn ids and the order of keys differ.)"""
 
 _FINISHED_BYTES = 64 << 20
-"""Maximum size in bytes of the requests and responses, all together, that are kept after their end."""
+"""Maximum total size in bytes of the finished requests that are kept, with their responses."""
 
 RetryKey = tuple[str, str, bool, tuple[bytes, ...]]
 """Key under which equal requests are found: session id, dialect, whether the answer is streamed, and the last message

@@ -81,7 +81,7 @@ class BudgetUsage:
 
     def reached_elsewhere(self) -> Reservation:
         """Mark `max_calls` as reached, because other gateways took the last calls. Return a reservation that refuses
-        the calls or gives them a final answer."""
+        the calls of this request, or gives them a final answer."""
         self.spent = self.spent or "max_calls"
         return self._over_budget()
 

@@ -134,7 +134,7 @@ class Marker:
         """Return message index -> (beginning of the message's first mark, end of its last mark), positions in `text`.
 
         A tool call without text arguments has its mark in its name. Some templates repeat that name before the call's
-        result. The repeated mark is skipped, because it is outside of the answer.
+        result. That mark is skipped, because it is not in the assistant message.
         """
         out: dict[int, tuple[int, int]] = {}
         names: Counter[int] = Counter()

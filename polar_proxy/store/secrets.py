@@ -117,7 +117,7 @@ FORMS = (
 """The forms of all secrets except private keys, which have several lines."""
 _PIECE = 1 << 16
 _CUT = re.compile(r"(?<!earer)(?<!asic)(?<!\s)\s", re.IGNORECASE)
-"""White space that is in no secret of `FORMS`. A long text may be cut before such white space."""
+"""White space that no secret of `FORMS` can contain. So a long text is cut before it without splitting a secret."""
 
 
 def without_secrets(text: str) -> str:

@@ -13,7 +13,7 @@ HEIGHT = 150
 """Width and height of a panel, in the units of its SVG paths."""
 
 _LARGEST = 1e30
-"""Values of this size or larger are not drawn: no quantity reaches them, but a client may send them."""
+"""Values of this size or larger are not drawn: no real measurement is so large, but a client may send such a value."""
 
 Value = Callable[[Json], float | None]
 """Function that returns one value of a line of metrics.jsonl; None if the line does not have the value."""

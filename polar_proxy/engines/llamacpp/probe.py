@@ -182,7 +182,7 @@ async def _require_modes(client: LlamaCppClient, prompt: Sequence[int]) -> None:
         if found != expected:
             raise EngineError(
                 f"{client.name} returns {found} log-probabilities for `post_sampling_probs: {str(post).lower()}`, "
-                f"but it should return {expected} values: update llama.cpp. {REFUSED}"
+                f"not {expected} ones as it should: update llama.cpp. {REFUSED}"
             )
 
 

@@ -235,7 +235,7 @@ class ForcedSampling:
         mark = await self._client.decode([end])
         before, *texts = (await self._client.decode(joined)).split(mark)
         if before or len(texts) != len(rows):
-            raise CannotContinueError("its end-of-turn token cannot be recognised in decoded text.")
+            raise CannotContinueError("the model's end-of-turn token cannot be recognised in decoded text.")
         if texts[0] != "".join(event.text for event in shown):
             raise CannotContinueError(
                 "the text of the server's completions differs from the decoded text of their token ids."
