@@ -41,9 +41,8 @@ def unpack(file: Path, folder: Path, max_bytes: int) -> UnpackedArchive:
     """Unpack an archive into an empty folder.
 
     `max_bytes`: maximum total size of the unpacked files. They must also not exceed `_RATIO` times the archive's size
-    plus `_SLACK`. Raises UsageError if
-    `file` does not exist. Raises StoreError if the archive is damaged, exceeds the limit, or contains a file that Polar
-    never writes.
+    plus `_SLACK`. Raises UsageError if `file` does not exist. Raises StoreError if the archive is damaged, exceeds the
+    limit, or contains a file that Polar never writes.
     """
     try:
         size = file.stat().st_size
