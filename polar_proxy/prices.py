@@ -36,11 +36,11 @@ class TokenPrices(BaseModel):
     input: float = Field(ge=0)
     output: float = Field(ge=0)
     cached_input: float | None = Field(None, ge=0)
-    """Price of tokens read from the provider's cache; if absent, the price `input` applies."""
+    """Price of tokens read from the provider's cache. Default: the price in `input`."""
     cache_write: float | None = Field(None, ge=0)
-    """Price of tokens written to the provider's cache; if absent, the price `input` applies."""
+    """Price of tokens written to the provider's cache. Default: the price in `input`."""
     cache_write_1h: float | None = Field(None, ge=0)
-    """Price of tokens written to the provider's cache for one hour; if absent, the price `cache_write` applies."""
+    """Price of tokens written to the provider's cache for one hour. Default: the price in `cache_write`."""
 
     def of(self, usage: Usage) -> float:
         """Return the price of a call in US dollars."""

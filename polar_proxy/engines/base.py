@@ -130,8 +130,8 @@ class Engine(ABC):
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
         """Return whether the engine's rendering of a request ends with the token ids `end`.
 
-        An engine that renders in this process ignores `end`, and returns whether its rendering equals that of its
-        server. For most requests, such an engine returns the result of an earlier comparison.
+        An engine that renders in this process ignores `end`, and returns whether this process and the server render
+        the request equally. To save time, it compares only some requests, and otherwise returns an earlier result.
         """
         rendered = await self.render(request)
         return rendered[max(0, len(rendered) - len(end)) :] == list(end)

@@ -179,8 +179,8 @@ class FeedRepository(Repository):
         await self._end(lease_id, "acknowledged", "delivered")
 
     async def release(self, lease_id: str) -> None:
-        """End the lease unused: the group is offered again. Raises LeaseExpiredError if the lease has expired or was
-        acknowledged."""
+        """Give the group back unused, so that it is offered again. Raises LeaseExpiredError if the lease has expired or
+        was acknowledged."""
         await self._end(lease_id, "returned", "waiting")
 
     async def extend(self, lease_id: str, seconds: float) -> float:
