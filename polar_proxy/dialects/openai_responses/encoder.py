@@ -103,7 +103,7 @@ class ResponsesEncoder(Encoder):
     _waiting_texts: list[tuple[str, str]] = field(default_factory=list, init=False)
     """Texts that arrived while a tool call was open, each as (`message` or `reasoning`, text)."""
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
-    """The reasoning and the tokens so far. At the end of a message, its log-probabilities are taken from here."""
+    """The reasoning and the tokens so far. The tokens give the log-probabilities of a message when it is closed."""
 
     # The stream.
 

@@ -268,9 +268,9 @@ def built_in_item(kind: str, arguments: str) -> Json | None:
 
 
 def built_in_arguments(kind: str, content: Json) -> Json:
-    """Return the arguments that the model wrote, from a call of a built-in tool that a client sent.
+    """Return the model's arguments of a call of a built-in tool, as the client sends the call back.
 
-    `content`: these arguments, and maybe nulls and the tool's `constants`, which are left out.
+    `content`: the client's fields of the call. Nulls and the tool's `constants` are left out.
     """
     constants = BUILT_IN_TOOLS[kind].constants
     return {

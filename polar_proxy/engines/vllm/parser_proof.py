@@ -334,9 +334,9 @@ class ParserProofs:
     ) -> list[Parsers]:
         """Return the pairs of parsers in `found` that also parse further answers as the server does.
 
-        In each round, the server samples answers that the remaining pairs parse differently. If no such answer is
-        found, the pairs count as equal, and one of them is returned. If the rounds exclude no more pairs, all remaining
-        pairs are returned.
+        In each round, the server samples answers that the remaining pairs parse differently. If there are no such
+        answers to sample, the pairs count as equal, and one pair is returned. If several rounds in a row exclude no
+        pair, all remaining pairs are returned.
         """
         assert self.process is not None
         request = parser_request(self._client.model, sampling.request)
