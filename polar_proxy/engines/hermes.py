@@ -235,7 +235,10 @@ def parse_call(body: str) -> tuple[str, str] | None:
 
 
 def _member(text: str, wanted: str) -> tuple[int, int]:
-    """Return (start, end) of the value of the last top-level member `wanted` in `text`, a valid JSON object."""
+    """Return (start, end) of the value of the key `wanted` in `text`, a valid JSON object; (0, 0) without this key.
+
+    If the object has the key twice, the last value counts. Keys of nested objects do not count.
+    """
     place, found = text.index("{") + 1, (0, 0)
     while True:
         place = _skip_separators(text, place)

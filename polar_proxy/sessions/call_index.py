@@ -138,8 +138,8 @@ class CallIndex:
     def repeats(self, node: CallNode) -> int:
         """Return how often the agent has made this answered call; 1 without repetitions.
 
-        This is the larger of two numbers: how many answered calls have this request, and how many calls in a row, up
-        to and including this call, have this answer.
+        This is the larger of two numbers: the number of answered calls with the same request, and the number of calls
+        in a row with the same answer. The row ends with this call; failed calls do not interrupt it.
         """
         same_request = sum(other.state in ANSWERED for other in self.by_request[node.request_key])
         same_answer, here = 1, node

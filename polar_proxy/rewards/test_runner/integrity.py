@@ -57,9 +57,9 @@ class Integrity:
         return False
 
     def _watch_assertions(self) -> None:
-        """Make unittest's assertions compare their arguments with a fresh object. Record whether an argument equals it.
+        """Make unittest's assertions record whether an argument equals anything, even a new object.
 
-        Such an argument would pass any assertion of equality. Arguments of plain types are not compared.
+        Such an argument would pass any assertion of equality. Arguments of plain types are not checked.
         """
 
         def watched(assertion: Any) -> Any:
