@@ -94,8 +94,8 @@ class InFlightCalls:
         session's calls.
 
         Returns one line about the calls that other gateways lost or still answer after `timeout` seconds; None if there
-        are none. `own`: True if this gateway itself lost or still answers a call of the session. The row of that call
-        is deleted, too, but the line does not mention the call.
+        are none. `own`: True if this gateway itself lost or still answers calls of the session. The rows of its calls
+        are deleted, too, but the line does not mention its calls.
         """
         if not await self.wait(session_id, timeout) and not own:
             return None

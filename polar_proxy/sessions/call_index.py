@@ -88,7 +88,7 @@ class CallIndex:
     by_conversation: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """Answers, by a key of all messages of the request and the answer itself."""
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers, by a key of all assistant turns of the request and the answer itself."""
+    """Answers by a key. It hashes all assistant turns up to and including the answer, without the other turns."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
     """Calls by the digest of two messages: the answer, and the message before it. If the answer is long or has tool
     calls, the answer alone identifies its call. Such a call is also found by the key (digest of the answer, ids of its
