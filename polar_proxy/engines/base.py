@@ -99,9 +99,9 @@ class Engine(ABC):
         return ()
 
     async def constrains(self, request: EngineRequest) -> bool:
-        """Return whether the engine, not the request, constrains the answer by a grammar.
+        """Return whether the engine constrains the answer by a grammar for which the request did not ask.
 
-        Valid only if the engine renders the request. For exact prompts, use `ExactPrompt.constrained`.
+        This holds only if the engine renders the request. For exact prompts, use `ExactPrompt.constrained`.
         """
         return False
 

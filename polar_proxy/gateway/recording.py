@@ -106,7 +106,7 @@ class PendingCall:
     """The policy version when sampling began."""
     answer: Answer = field(default_factory=Answer)
     limit: OneCallLimit | None = None
-    """Ends the answer after its first tool call, if the request allows only one tool call; else None."""
+    """The filter that ends the answer after its first tool call; None if the request allows several tool calls."""
     first_token_at: float | None = None
     not_carried: tuple[str, ...] = ()
     """Fields of the request that the engine's provider does not support (`Engine.not_carried`)."""

@@ -61,7 +61,7 @@ class ResponsesWebSocket:
         self.gone = asyncio.Event()
         """Set once the client has disconnected."""
         self.answering = False
-        """True while a request is answered. False just before the last event of the answer is sent."""
+        """True while a request is answered. It becomes False just before the last event of the answer is sent."""
         self.latest_call: str | None = None
         """Call id of the latest complete answer; None if there is none, or if a request that continues it failed."""
 
