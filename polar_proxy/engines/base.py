@@ -39,7 +39,7 @@ class ExactPrompt:
 
     @property
     def constrained(self) -> bool:
-        """Whether the engine, not the request, constrained the answer by a grammar. Known once sampling has begun."""
+        """Whether the engine used a grammar for which the request did not ask. Known once sampling has begun."""
         return False
 
 

@@ -86,7 +86,7 @@ class CallIndex:
     by_request: dict[bytes, list[CallNode]] = field(default_factory=dict)
     """Calls by the key of their request's messages."""
     by_conversation: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers, by a key of all messages of the request and the answer itself."""
+    """Answers by a key. It hashes all messages of the conversation up to and including the answer."""
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """Answers by a key. It hashes all assistant turns up to and including the answer, without the other turns."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
