@@ -86,9 +86,9 @@ class CallIndex:
     by_request: dict[bytes, list[CallNode]] = field(default_factory=dict)
     """Calls by the key of their request's messages."""
     by_conversation: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers by a key. It hashes all messages of the conversation up to and including the answer."""
+    """Answers by a hash of all messages of the conversation up to and including the answer."""
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers by a key. It hashes all assistant turns up to and including the answer, without the other turns."""
+    """Answers by a hash of all assistant turns up to and including the answer, without other messages."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
     """Calls by the digest of two messages: the answer, and the message before it. If the answer is long or has tool
     calls, the answer alone identifies its call. Such a call is also found by the key (digest of the answer, ids of its

@@ -248,8 +248,10 @@ class ParserProofs:
             raise CannotContinueError(unrecognised if problem is None else f"{problem} {unrecognised}")
 
     async def _misses_grammar(self, config: ParserConfig, request: ChatRequest) -> bool:
-        """Return True if the server was seen to add a grammar of its own, but `config` does not explain this: it has no
-        parsers in the side process, or its parsers add no grammar."""
+        """Return whether `config` fails to explain a grammar that the server was seen to add.
+
+        A configuration explains the grammar only if its parsers run in the side process and add a grammar.
+        """
         if not self.adds_grammar:
             return False
         return config.kind != "process" or not await self._has_grammar(config.parsers, request)
@@ -286,7 +288,7 @@ class ParserProofs:
         sampling: ForcedSampling,
         conversations: list[Conversation],
     ) -> ParserConfig | str:
-        """Find the pair of vLLM's parsers that parses these answers as the chat route does. Return `config` with it.
+        """Return `config` with the pair of vLLM's parsers that parses these answers as the chat route does.
 
         If no pair or several pairs do this, or if vLLM's parsers cannot be run, return the reason as a text.
         """

@@ -155,7 +155,7 @@ class ProviderHistories:
         return None if row is None else await self._run(kept.items, conversation)
 
     async def _own_ids(self, session_id: str, wanted: frozenset[str]) -> dict[str, tuple[str, str]]:
-        """Return provider's id of an item -> (call id, Polar's id of the item), for the recorded items in `wanted`."""
+        """Return (call id, Polar's item id) of each recorded item in `wanted`, by the provider's id of the item."""
         recorded = await self._run(self._store.calls.find_items, session_id, wanted) if wanted else {}
         found = {}
         for identity, (call_id, place) in recorded.items():
