@@ -208,8 +208,8 @@ class RolloutList(ApiResponseModel):
     rollouts: list[Rollout]
     """The rollouts, in the order of submission."""
     note: str | None = None
-    """Why no rollout matches `where`. For a condition that no rollout meets, the note lists the values that the field
-    has. null if a rollout matches or `where` was not given."""
+    """Why no rollout matches `where`. If no rollout meets one of the conditions, the note lists the values that the
+    condition's field has in the store. null if a rollout matches or `where` was not given."""
 
 
 class GroupDetail(Group):

@@ -72,7 +72,7 @@ class BackgroundCalls:
     async def begin(
         self, call_id: str, session: SessionState, reply: BackgroundReply, buffer: ResponseBuffer
     ) -> asgi.Receive:
-        """Make a call findable and send its client the id. Return the ASGI `receive` that reports its cancellation."""
+        """Register a call and send its id to the client. Return the ASGI `receive` that reports a cancellation."""
         call = self._running[call_id] = BackgroundCall(session.session_id, reply, buffer)
         await reply.begin()
         return call.receive
