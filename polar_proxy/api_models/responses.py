@@ -284,10 +284,11 @@ class Lease(ApiResponseModel):
     expires_at: float
     """When the lease expires."""
     staleness: int | None
-    """Number of policy versions between the group's oldest rollout and the trainer; null if versions are not
-    numbers."""
+    """The trainer's policy version minus the group's `policy_version`; null if a version is missing or not a
+    number."""
     policy_version: str | None = None
-    """The policy version under which the group's oldest rollout was started."""
+    """The lowest policy version at which a finished rollout of the group was claimed; null if a version is missing or
+    not a number."""
 
 
 class LeaseResponse(ApiResponseModel):

@@ -56,7 +56,8 @@ async def run_guarded(
     """Run a command. If it uses pytest, give pytest the guard's plugin, and end the programs that the command leaves
     running.
 
-    `text`: the command as it was written, or the text of its scripts. A command whose text names pytest uses pytest.
+    `text`: the command as it was written, or the text of its scripts. If the text names pytest, the command counts
+    as one that uses pytest.
     """
     if "pytest" not in text and "py.test" not in text:
         return GuardedResult(await workspace.exec(argv, env=env, timeout=seconds))

@@ -209,9 +209,9 @@ class LocalEngine(Engine):
     async def load_weights(self, source: Mapping[str, torch.Tensor] | Path | str, version: str) -> None:
         """Replace the weights, between two sampling steps, and report the policy version `version` from then on.
 
-        `source`: a state dict, a safetensors file or a folder of such files. Running answers continue with the new
-        weights, after the keys and values of their tokens were computed again. Raises EngineError, and changes
-        nothing, if the weights do not have the model's names and shapes.
+        `source`: a state dict, a safetensors file or a folder of such files. The key-value cache of running answers is
+        computed again, and they continue with the new weights. Raises EngineError, and changes nothing, if the weights
+        do not have the model's names and shapes.
         """
         model = self.loaded
         weights = Path(source) if isinstance(source, str) else source
