@@ -77,7 +77,7 @@ class ResponseBuffer:
         return buffered_send
 
     async def abandoned(self) -> None:
-        """Wait until no client has followed this response for a whole grace period.
+        """Wait until the response has had no client for as long as the grace period.
 
         Called when the client that sent the request has disconnected.
         """

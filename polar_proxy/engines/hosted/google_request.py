@@ -29,7 +29,7 @@ from polar_proxy.engines.hosted.content import (
 from polar_proxy.types import ChatRequest, ClientOptions, Json, Message, ToolCall
 
 _BUDGETS = {"minimal": 1024, "low": 1024, "medium": 8192, "high": 24_576, "xhigh": 24_576, "max": 24_576}
-"""Effort -> number of thinking tokens. For models before Gemini 3, which take a token budget instead of a level.
+"""Number of thinking tokens by effort. Models before Gemini 3 take this number instead of a level.
 Source: https://ai.google.dev/gemini-api/docs/openai"""
 _LEVELS = {"minimal": "MINIMAL", "low": "LOW", "medium": "MEDIUM", "high": "HIGH", "xhigh": "HIGH", "max": "HIGH"}
 _CONFIG = "generationConfig."
