@@ -384,10 +384,10 @@ def _conversation_turn(request: RequestContext, call: PendingCall) -> Conversati
 
 
 def _weight_version_of(answer: Answer, before: str | None, after: str | None) -> str | None:
-    """Return the policy version of an answer: the last version of the first choice for which the engine reported any.
+    """Return the policy version of an answer: the last version of the first choice that has versions of its tokens.
 
-    If the engine reported no version with the tokens, compare the versions `before` and `after` sampling. If both are
-    equal, return this version. If they differ, return "A..B": the weights changed at an unknown token of the answer.
+    If no choice has them, compare the versions `before` and `after` sampling. If both are equal, return this version.
+    If they differ, return "A..B": the weights changed at an unknown token of the answer.
     """
     reported = [choice.versions[-1][1] for _, choice in answer.in_order if choice.versions]
     if reported:
