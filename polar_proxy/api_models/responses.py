@@ -208,8 +208,8 @@ class RolloutList(ApiResponseModel):
     rollouts: list[Rollout]
     """The rollouts, in the order of submission."""
     note: str | None = None
-    """Why no rollout matches `where`. If no rollout meets one of the conditions, the note lists the values that the
-    condition's field has in the store. null if a rollout matches or `where` was not given."""
+    """Why no rollout matches `where`. For each condition that no rollout meets, the note lists recorded values of the
+    condition's field. null if a rollout matches or `where` was not given."""
 
 
 class GroupDetail(Group):
