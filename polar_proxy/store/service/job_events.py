@@ -216,7 +216,7 @@ class CallbackRepository(Repository):
         return await self._database.write(write)
 
     async def fix_body(self, callback_id: str, body: str) -> str:
-        """Return the body that every attempt sends: an earlier attempt's body if there is one, else `body`, stored now."""
+        """Return the body that all attempts send: the body of an earlier attempt, else `body`, which is now stored."""
         mine = _b.callback_id == callback_id
 
         def write(connection: Connection) -> str:
