@@ -331,11 +331,11 @@ class Record(ApiResponseModel):
     """The record that a name refers to: exactly one of the fields is set."""
 
     rollout: RolloutRecord | None = None
-    """Set if the name refers to a rollout."""
+    """The rollout, if the requested name is that of a rollout; otherwise null."""
     session: SessionDetail | None = None
-    """Set if the name refers to a session."""
+    """The session, if the requested name is that of a session; otherwise null."""
     call: CallDetail | None = None
-    """Set if the name refers to a call."""
+    """The call, if the requested name is that of a call; otherwise null."""
 
 
 class CreatedKey(ApiKey):

@@ -69,8 +69,8 @@ T = TypeVar("T")
 AnswerResult = Literal["answered", "failed", "dropped"]
 """How an attempt to answer a request ended: `answered` completely and without an error, or `failed`.
 
-`dropped`: the engine dropped the connection before the agent got any of the response, so another call may answer the
-request. The dropped call is recorded, because the engine may have sampled.
+`dropped`: the engine dropped the connection before the agent got any of the response. The request can then be answered
+by a second call. The first call is recorded, too, because the engine may have sampled tokens.
 """
 
 

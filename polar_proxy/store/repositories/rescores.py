@@ -61,7 +61,7 @@ class BuilderCalls:
 
 
 class RescoreRepository(Repository):
-    """Stored rescores: tokens and log-probabilities of answers that were recorded as text, by session."""
+    """The stored rescores of sessions: tokens and log-probabilities of answers that were recorded as text."""
 
     async def put(self, session_id: str, rescores: Sequence[Rescore]) -> None:
         """Replace the rescores of the session. Raises StoreError for arrays of different lengths."""
