@@ -173,7 +173,10 @@ REFUSED_SOCKETS = [
 
 
 def refused_calls(machine: str | None = None) -> dict[str, list[int]]:
-    """Return name -> number and arguments of the system calls that every sandbox refuses."""
+    """Return the system calls that every sandbox refuses.
+
+    Key: the name of the system call. Value: its number and its arguments.
+    """
     machine = machine or platform.machine()
     if machine not in seccomp.ARCHITECTURES:
         return {}

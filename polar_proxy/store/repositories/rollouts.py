@@ -149,7 +149,7 @@ class TaskRepository(Repository):
     """Tasks of rollouts."""
 
     async def put(self, task_id: str, family: str, seed: int | None, instruction: str, spec: Json) -> None:
-        """Insert the task or replace it. The first `created_at` stays."""
+        """Insert the task. If the task is stored already, replace all of its columns except `created_at`."""
         values = {"family": family, "seed": seed, "instruction": json_codec.clean_text(instruction), "spec": spec}
         new = self._database.insert_new(schema.tasks).values(task_id=task_id, created_at=time.time(), **values)
 
