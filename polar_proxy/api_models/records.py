@@ -206,8 +206,8 @@ class SessionDetail(SessionFields):
     calls: list[SessionCall]
     """The calls, ordered by start."""
     note: str | None
-    """If the sampling parameters make the log-probabilities inexact for training: a warning that says how to avoid
-    this. Otherwise null."""
+    """A warning that the sampling parameters make the log-probabilities inexact for training, and how to avoid this.
+    Null if the log-probabilities are exact."""
     traces: list[SessionTrace]
     """The stored traces of the builder `merged`."""
     excluded: dict[str, str]
