@@ -121,7 +121,7 @@ async def _read_rollout(store: Store, rollout_id: str, sender: SpanSender) -> No
 
 
 class SpanSender:
-    """Maker of spans, which are sent in a thread."""
+    """Makes the spans of calls and rollouts, and sends them, in a thread of its own."""
 
     def __init__(self, settings: TelemetrySettings) -> None:
         try:

@@ -118,7 +118,7 @@ def parse_django(log: str) -> dict[str, Verdict]:
     """Parse the output of Django's test runner. The ids stay as printed: ``test_x (app.tests.TestCase)``, or the first
     line of the test's docstring.
 
-    The verdict may follow on a later line, after what the test itself printed.
+    If a test prints text itself, its verdict may follow this text on a later line.
     """
     verdicts: dict[str, Verdict] = {}
     waiting: str | None = None

@@ -202,8 +202,8 @@ class RolloutRepository(Repository):
         return (await self._rows(RolloutRow, query.limit(limit)))[::-1]
 
     async def explain_no_match(self, where: str) -> str:
-        """Return a text that explains why no rollout matches. It states how many rollouts meet each condition and, for
-        a condition that none meets, the values that the field has."""
+        """Return a text that explains why no rollout matches. It states how many rollouts meet each condition. If no
+        rollout meets a condition, it lists the values of the condition's field."""
         total = await self._count()
         if not total:
             return "The database has no rollouts."
