@@ -398,7 +398,10 @@ class RequestHandler:
             call.final_answer = reservation.final_answer
 
     async def _ended_elsewhere(self, session: SessionState, calls: Sequence[PendingCall]) -> bool:
-        """Return whether the rollout of these calls has ended through another gateway. False if the store fails."""
+        """Return whether another gateway ended the session without waiting for these calls.
+
+        If the store fails, return False.
+        """
         if self._in_flight is None:
             return False
         call_ids = [call.call_id for call in calls]

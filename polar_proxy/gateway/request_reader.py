@@ -33,7 +33,7 @@ _LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
 """Most bytes (`Body.size`) and most messages of a request that is not `large`. A large request is parsed and hashed in
 a thread, to keep the event loop free. Other work that grows with its size runs there, too."""
 _MANY_REFERENCES = 50
-"""Number of recorded calls above which a request that refers to them is `large`."""
+"""A request that refers to more recorded calls than this is `large`."""
 _TAKES_TURNS = 1 << 16
 """Size in bytes above which a body waits in its session's queue of large bodies (see `_turn`). Smaller bodies do not
 wait for large bodies."""
