@@ -66,7 +66,7 @@ class Checkpointer:
             return 0
 
     def _checkpoint(self) -> None:
-        """Copy the log, as far as the oldest reader's snapshot allows. No effect while another connection makes a
+        """Copy the log, as far as the oldest reader's snapshot allows. Do nothing while another connection makes a
         checkpoint."""
         try:
             with closing(sqlite3.connect(self._path)) as connection:
