@@ -367,7 +367,7 @@ def _parts(message: Message) -> list[Json]:
 
 
 def _context(trace: str, span: str) -> SpanContext:
-    """Return the ids of a span: hashes of the trace's and the span's name."""
+    """Return the context of a span. Its two ids are a hash of the name `trace`, and a hash of both names."""
     from opentelemetry.trace import SpanContext, TraceFlags
 
     return SpanContext(
