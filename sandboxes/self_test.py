@@ -87,8 +87,8 @@ async def find_leaks(
 ) -> list[str] | None:
     """Open a sandbox of this kind, run a Python probe in it, and return the ways out that the probe found.
 
-    Return None if the sandbox has no Python. If this machine has the default docker image, it replaces `image`: the
-    ways out do not depend on the image. Raise `SandboxError` if the sandbox does not open or the probe fails.
+    Return None if the sandbox has no Python. For docker, the default image is used if this machine has it: the ways
+    out do not depend on the image. Raise `SandboxError` if the sandbox does not open or the probe fails.
     """
     if kind == "docker" and image is not None:
         async with docker_engine.docker_client() as engine:

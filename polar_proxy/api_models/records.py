@@ -207,7 +207,7 @@ class SessionDetail(SessionFields):
     """The calls, ordered by start."""
     note: str | None
     """A warning that the sampling parameters make the log-probabilities inexact for training, and how to avoid this.
-    Null if the log-probabilities are exact."""
+    Null if no call needs the warning."""
     traces: list[SessionTrace]
     """The stored traces of the builder `merged`."""
     excluded: dict[str, str]
