@@ -121,7 +121,7 @@ async def _read_rollout(store: Store, rollout_id: str, sender: SpanSender) -> No
 
 
 class SpanSender:
-    """Maker of spans, which are sent in a thread."""
+    """Makes the spans of calls and rollouts, and sends them, in a thread of its own."""
 
     def __init__(self, settings: TelemetrySettings) -> None:
         try:
@@ -367,7 +367,7 @@ def _parts(message: Message) -> list[Json]:
 
 
 def _context(trace: str, span: str) -> SpanContext:
-    """Return the ids of a span: hashes of the trace's and the span's name."""
+    """Return the context of a span. Its two ids are a hash of the name `trace`, and a hash of both names."""
     from opentelemetry.trace import SpanContext, TraceFlags
 
     return SpanContext(

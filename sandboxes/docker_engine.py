@@ -209,8 +209,8 @@ def translate_errors() -> Iterator[None]:
 async def _stream_of(execution: Any) -> AsyncIterator[Any]:
     """Start a command, and abort its connection at the end.
 
-    Without the abort, a connection with input that the program no longer reads would stay open forever, and closing the
-    client would wait for the connection.
+    If the program does not read its whole input, the connection would otherwise stay open forever. Closing the client
+    would then wait for this connection.
     """
     transport: Any = None
     try:

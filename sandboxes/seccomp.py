@@ -165,7 +165,7 @@ def bpf_program(machine: str | None = None) -> bytes | None:
 
 
 def docker_profile() -> dict[str, Any]:
-    """Return the same filter in the form that the Docker engine reads (`--security-opt seccomp=`)."""
+    """Return the filter of `bpf_program` as a profile for the Docker engine (`--security-opt seccomp=`)."""
 
     def rule(names: list[str], code: int, *conditions: dict[str, Any]) -> dict[str, Any]:
         return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": code, "args": list(conditions)}

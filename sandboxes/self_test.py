@@ -85,10 +85,10 @@ def describe_leaks(kind: SandboxKind, opened: list[str]) -> str:
 async def find_leaks(
     kind: SandboxKind, image: str | None = None, runtime: DockerRuntime = "auto", state_dir: Path | None = None
 ) -> list[str] | None:
-    """Open a sandbox of this kind, and return the ways out of it. None if the sandbox has no Python to try them with.
+    """Open a sandbox of this kind, run a Python probe in it, and return the ways out that the probe found.
 
-    In docker the default image is used, if this machine has it, because the ways out do not depend on the image. Raise
-    `SandboxError` if no such sandbox opens.
+    Return None if the sandbox has no Python. For docker, the default image is used if this machine has it: the ways
+    out do not depend on the image. Raise `SandboxError` if the sandbox does not open or the probe fails.
     """
     if kind == "docker" and image is not None:
         async with docker_engine.docker_client() as engine:
@@ -173,7 +173,10 @@ REFUSED_SOCKETS = [
 
 
 def refused_calls(machine: str | None = None) -> dict[str, list[int]]:
-    """Return name -> number and arguments of the system calls that every sandbox refuses."""
+    """Return the system calls that every sandbox refuses.
+
+    Key: the name of the system call. Value: its number and its arguments.
+    """
     machine = machine or platform.machine()
     if machine not in seccomp.ARCHITECTURES:
         return {}

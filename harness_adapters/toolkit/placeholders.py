@@ -1,8 +1,8 @@
 """Placeholders such as `{model}` in the words of a command line and in the texts of a definition file.
 
-`{name}` stands for the value of a name; names have only lower-case letters and underscores. `{mount:/path}` stands for
-`/path`, a path of this machine that the sandbox mounts. `{{` and `}}` stand for braces. All other braces stay as they
-are. A placeholder inside an inserted value is not filled in.
+A placeholder is replaced by the value of its name; a name has only lower-case letters and underscores. `{mount:/path}`
+is replaced by `/path`, a path of this machine that the sandbox mounts. `{{` and `}}` stand for braces. All other braces
+stay as they are. A placeholder inside an inserted value is not filled in.
 """
 
 from __future__ import annotations

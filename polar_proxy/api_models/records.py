@@ -206,8 +206,8 @@ class SessionDetail(SessionFields):
     calls: list[SessionCall]
     """The calls, ordered by start."""
     note: str | None
-    """If the sampling parameters make the log-probabilities inexact for training: a warning that says how to avoid
-    this. Otherwise null."""
+    """A warning that the sampling parameters make the log-probabilities inexact for training, and how to avoid this.
+    Null if no call needs the warning."""
     traces: list[SessionTrace]
     """The stored traces of the builder `merged`."""
     excluded: dict[str, str]
@@ -331,11 +331,11 @@ class Record(ApiResponseModel):
     """The record that a name refers to: exactly one of the fields is set."""
 
     rollout: RolloutRecord | None = None
-    """Set if the name refers to a rollout."""
+    """The rollout, if the requested name is that of a rollout; otherwise null."""
     session: SessionDetail | None = None
-    """Set if the name refers to a session."""
+    """The session, if the requested name is that of a session; otherwise null."""
     call: CallDetail | None = None
-    """Set if the name refers to a call."""
+    """The call, if the requested name is that of a call; otherwise null."""
 
 
 class CreatedKey(ApiKey):

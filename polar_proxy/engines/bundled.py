@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 POLAR_TINY_NAME = "polar-tiny"
 MAX_ANSWER_TOKENS = 256
-"""Maximum length of an answer in tokens. Answers to mini-swe-agent are shorter. An answer to another agent might never
-end without this limit."""
+"""Maximum length of an answer in tokens. With mini-swe-agent the model's answers are shorter. With other agents, an
+answer might never end without this limit."""
 ABILITY = (
     "polar-tiny, the bundled policy, can only play `polar run swe-task` with mini-swe-agent, and ends each answer "
     "after 256 tokens. For other agents serve your own model: polar serve --engine llamacpp --engine-url URL (a "

@@ -69,8 +69,8 @@ T = TypeVar("T")
 AnswerResult = Literal["answered", "failed", "dropped"]
 """How an attempt to answer a request ended: `answered` completely and without an error, or `failed`.
 
-`dropped`: the engine dropped the connection before the agent got any of the response, so another call may answer the
-request. The dropped call is recorded, because the engine may have sampled.
+`dropped`: the engine dropped the connection before the agent got any of the response. The request can then be answered
+by a second call. The first call is recorded, too, because the engine may have sampled tokens.
 """
 
 
@@ -398,7 +398,10 @@ class RequestHandler:
             call.final_answer = reservation.final_answer
 
     async def _ended_elsewhere(self, session: SessionState, calls: Sequence[PendingCall]) -> bool:
-        """Return whether the rollout of these calls has ended through another gateway. False if the store fails."""
+        """Return whether another gateway ended the session without waiting for these calls.
+
+        If the store fails, return False.
+        """
         if self._in_flight is None:
             return False
         call_ids = [call.call_id for call in calls]

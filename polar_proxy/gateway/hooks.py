@@ -67,7 +67,7 @@ class HookError(RequestError):
 
 
 class Hooks:
-    """The hooks of one gateway. If the settings name none, nothing is changed."""
+    """The hooks of one gateway. If the settings name no hooks, requests and answers stay unchanged."""
 
     def __init__(self, name: str | None, seconds: float) -> None:
         """`name`: a class, as module:Class. Raises UsageError if it cannot be used."""

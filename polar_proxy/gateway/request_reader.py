@@ -30,10 +30,10 @@ from polar_proxy.store import json_codec
 from polar_proxy.types import ChatRequest, ConversationItem, Json
 
 _LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
-"""A request with more bytes (plus `_BYTES_OF_VALUE` for each JSON value) or more messages than this is `large`. Its
-parsing, hashing and other work that grows with its size run in a thread, to keep the event loop free."""
+"""Most bytes (`Body.size`) and most messages of a request that is not `large`. A large request is parsed and hashed in
+a thread, to keep the event loop free. Other work that grows with its size runs there, too."""
 _MANY_REFERENCES = 50
-"""Number of recorded calls above which a request that refers to them is `large`."""
+"""A request that refers to more recorded calls than this is `large`."""
 _TAKES_TURNS = 1 << 16
 """Size in bytes above which a body waits in its session's queue of large bodies (see `_turn`). Smaller bodies do not
 wait for large bodies."""

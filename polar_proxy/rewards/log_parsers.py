@@ -89,12 +89,11 @@ def parse_pytest_options(log: str) -> dict[str, Verdict]:
 
 
 def parse_unittest(output: str) -> dict[str, Verdict]:
-    """Parse ``python -m unittest -v``: ids as in ``tests.test_x.TestX.test_y``, whichever way the Python version prints
-    them.
+    """Parse ``python -m unittest -v``. The ids have the form ``tests.test_x.TestX.test_y`` for every Python version.
 
-    Python 3.10 prints ``test_y (tests.test_x.TestX)``; later versions print the whole id in the brackets. A verdict
-    may follow on a later line, after what the test itself printed. A test without a verdict, because the process died
-    in it, counts as ``error``.
+    Python 3.10 prints ``test_y (tests.test_x.TestX)``; later versions print the whole id in the brackets. If a test
+    prints text itself, its verdict may follow this text on a later line. If the process dies during a test, the test
+    has no verdict and counts as ``error``.
     """
     verdicts: dict[str, Verdict] = {}
     current: str | None = None
@@ -119,7 +118,7 @@ def parse_django(log: str) -> dict[str, Verdict]:
     """Parse the output of Django's test runner. The ids stay as printed: ``test_x (app.tests.TestCase)``, or the first
     line of the test's docstring.
 
-    The verdict may follow on a later line, after what the test itself printed.
+    If a test prints text itself, its verdict may follow this text on a later line.
     """
     verdicts: dict[str, Verdict] = {}
     waiting: str | None = None

@@ -28,8 +28,8 @@ class Checkpointer:
     """Copies the write-ahead log of a SQLite file into the file when the log has become long.
 
     The connections that write must not copy the log themselves (`wal_autocheckpoint=0`). When they start the log again
-    from its beginning, they must truncate the log's file (`journal_size_limit=0`), because its length decides when to
-    copy.
+    from its beginning, they must truncate the log's file (`journal_size_limit=0`): the log is copied when this file is
+    longer than `log_bytes`.
     """
 
     def __init__(self, path: Path, *, log_bytes: int = _LOG_BYTES, pause: float = _PAUSE_SECONDS) -> None:
@@ -66,7 +66,7 @@ class Checkpointer:
             return 0
 
     def _checkpoint(self) -> None:
-        """Copy the log, as far as the oldest reader's snapshot allows. No effect while another connection makes a
+        """Copy the log, as far as the oldest reader's snapshot allows. Do nothing while another connection makes a
         checkpoint."""
         try:
             with closing(sqlite3.connect(self._path)) as connection:

@@ -122,7 +122,7 @@ class BodyBudget:
     def _make_room(self, wanting: BodyReservation, size: int) -> None:
         """Refuse larger bodies that are still being read, until `wanting` can take `size` more bytes.
 
-        The largest body is refused first. A body counts as larger if it exceeds the body of `wanting` plus `size`.
+        The largest body is refused first. A body is larger if it is longer than `wanting` with the `size` bytes added.
         Raises RequestError 429 if refusing all larger bodies frees too little."""
         missing = self.held + size - self._limit
         for largest in sorted(self._reservations, key=lambda one: one.size, reverse=True):

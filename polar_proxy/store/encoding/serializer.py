@@ -45,8 +45,8 @@ USAGE_COLUMNS = {
     for field in fields(Usage)
     if field.name != "cached_tokens"
 }
-"""The column of `calls` for each field of a usage, except `cached_tokens`: the column of this name gets the value of
-`CallRecord.cached_tokens`."""
+"""The column of `calls` for each field of a usage. The field `cached_tokens` is missing here, because the column
+`cached_tokens` is filled from `CallRecord.cached_tokens`."""
 _same_columns = attrgetter(*SAME_COLUMNS)
 
 

@@ -1,5 +1,5 @@
-"""Rescores: tokens and log-probabilities of answers that were recorded as text, computed later by an engine that did
-not sample them.
+"""Rescores: tokens and log-probabilities of answers that were recorded as text. An engine that did not sample these
+answers computes the rescores later.
 
 Rescores are stored in their own table and never change the calls: a call that was recorded without tokens keeps the
 status `no_tokens`. Only the traces of the builder `rescored` use rescores; `apply_rescores` puts the rescored tokens
@@ -61,7 +61,7 @@ class BuilderCalls:
 
 
 class RescoreRepository(Repository):
-    """Stored rescores: tokens and log-probabilities of answers that were recorded as text, by session."""
+    """The stored rescores of sessions: tokens and log-probabilities of answers that were recorded as text."""
 
     async def put(self, session_id: str, rescores: Sequence[Rescore]) -> None:
         """Replace the rescores of the session. Raises StoreError for arrays of different lengths."""

@@ -149,7 +149,7 @@ class TaskRepository(Repository):
     """Tasks of rollouts."""
 
     async def put(self, task_id: str, family: str, seed: int | None, instruction: str, spec: Json) -> None:
-        """Insert the task or replace it. The first `created_at` stays."""
+        """Insert the task. If the task is stored already, replace all of its columns except `created_at`."""
         values = {"family": family, "seed": seed, "instruction": json_codec.clean_text(instruction), "spec": spec}
         new = self._database.insert_new(schema.tasks).values(task_id=task_id, created_at=time.time(), **values)
 
@@ -202,8 +202,8 @@ class RolloutRepository(Repository):
         return (await self._rows(RolloutRow, query.limit(limit)))[::-1]
 
     async def explain_no_match(self, where: str) -> str:
-        """Return a text that explains why no rollout matches. It states how many rollouts meet each condition and, for
-        a condition that none meets, the values that the field has."""
+        """Return a text that explains why no rollout matches. It states how many rollouts meet each condition. If no
+        rollout meets a condition, it lists the values of the condition's field."""
         total = await self._count()
         if not total:
             return "The database has no rollouts."

@@ -298,7 +298,7 @@ def _destroy_process_group() -> None:
 
 
 def _shard_model(model: Any, mesh: Any) -> Any:
-    """Shard every block of the model by itself, so that a block's parameters are gathered only while it computes.
+    """Shard every block of the model by itself: then a block's parameters are gathered only while the block is in use.
     Embeddings, norm and head are sharded together, as the root module."""
     from torch.distributed.fsdp import fully_shard
 
