@@ -125,7 +125,7 @@ class NodeConfig:
 
     @property
     def digest(self) -> str:
-        """A hash of the configuration. If a node runs with a hash that is not the head's, it must be restarted."""
+        """A hash of the configuration. If a node's hash differs from the head's, the node must be restarted."""
         settings = json.dumps(self.settings.model_dump(), sort_keys=True, default=_to_json_value)
         rest = f"{self.address} {self.agents} {self.version}"
         return hashlib.sha256(f"{settings} {rest}".encode()).hexdigest()
