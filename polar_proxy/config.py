@@ -256,8 +256,8 @@ class LogSettings(_Section):
     """The log, on standard error."""
 
     level: Literal["debug", "info", "warning", "error"] | None = None
-    """Lowest level that is logged. `warning`: failed calls too. `info`: also a line for each session, each stage of a
-    rollout and each broken-off call. `debug`: also answered calls and refused requests. Default: info for
+    """Lowest level that is logged. `warning` includes failed calls. `info` adds a line for each session, each stage of
+    a rollout and each broken-off call. `debug` adds answered calls and refused requests. Default: info for
     `polar serve` and Ray nodes, warning for `polar run`. Other commands log warnings as text."""
     format: Literal["text", "json"] = "text"
     """`text`: lines for people. `json`: one JSON object per line, with the ids in separate fields."""

@@ -25,8 +25,8 @@ from polar_proxy.types import ChatRequest, EngineRequest, Message, Sampling
 log = logging.getLogger(__name__)
 
 _SECONDS = 60.0
-"""Time limit of each request that is sent here, the failed request or the plain one. If an answer has begun when the
-time is over, the request counts as answered."""
+"""Time limit in seconds of each request of this module: of the failed request and of the plain one. If the answer has
+begun by then, the request counts as answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class NodeConfig:
 
     @property
     def digest(self) -> str:
-        """A hash of the configuration. If a node's hash differs from the head's, the node must be restarted."""
+        """A hash of the configuration. If it is not the hash that the head expects, the head restarts the node."""
         settings = json.dumps(self.settings.model_dump(), sort_keys=True, default=_to_json_value)
         rest = f"{self.address} {self.agents} {self.version}"
         return hashlib.sha256(f"{settings} {rest}".encode()).hexdigest()
@@ -218,7 +218,7 @@ class NodeActor:
     """The Ray actor of a node: works from its creation until `stop`. Ray restarts it if its process dies."""
 
     def __init__(self, config: NodeConfig, scoring_resources: dict[str, float]) -> None:
-        """`scoring_resources`: what a scoring task needs (see the function of this name)."""
+        """`scoring_resources`: the Ray resources of a scoring task, from the function `scoring_resources`."""
         configure_logging(config.settings.log.level or "info", config.settings.log.format)
         self._config = config
         self._scorer = RayScorer(scoring_resources)
