@@ -40,7 +40,7 @@ class FailedRequest:
 
 
 class FailedRequests:
-    """For each rollout, the last request that the engine failed to answer."""
+    """For each session, the last request that the engine failed to answer. Hosted engines are left out."""
 
     def __init__(self) -> None:
         self._by_session: dict[str, FailedRequest] = {}

@@ -182,7 +182,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
 def node_settings(given: Settings) -> Settings:
     """Return the head's settings with this node's own folders and engine settings.
 
-    A node's environment or polar.toml may name another engine than the head's."""
+    An engine setting counts as the node's own if the node's environment or polar.toml changes it from its default."""
     own, default = Settings(), EngineSettings()
     changed = {name: value for name, value in own.engine if value != getattr(default, name)}
     engine = given.engine.model_copy(update=changed)
