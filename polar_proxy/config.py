@@ -114,8 +114,8 @@ class GatewaySettings(_Section):
     """Time limit for a call's first token (or the whole answer, if the engine sends it in one piece), including the
     wait in the engine's queue and the prefill. After that the call fails, and the agent gets status 504."""
     next_token_seconds: float = Field(600.0, gt=0)
-    """Time limit for each further token, including pauses in which the engine loads new weights. After that the call
-    fails, as with `first_token_seconds`."""
+    """Time limit for each further token, including pauses in which the engine loads new weights. If the next token does
+    not come within this time, the call fails."""
     join_retries: Literal["evidence", "always", "never"] = "evidence"
     """Whether a request gets the answer of an earlier, equal request. `evidence`: only if the request is known to be a
     retry, because the earlier request lost its client or the SDK's retry header says so. `always`: also if the earlier

@@ -1,7 +1,7 @@
 """Find out whether a call failed because of the engine, or because of a request that the engine can never answer.
 
 An agent could make the engine fail on purpose, with a parameter or text that the engine answers with a 5xx status. Such
-an agent must not get another attempt. So the last failed request of each rollout is kept, and can be sent to the engine
+an agent must not get another attempt. So the last failed request of each session is kept, and can be sent to the engine
 again. The request is at fault if it fails twice more and the engine answers a plain request ("Hello") in between.
 Tokens that are sampled here are never recorded, sent or trained on. A hosted model costs money for each request, so
 failed requests are not sent to it again. The provider is held responsible for each failure of a hosted model.
