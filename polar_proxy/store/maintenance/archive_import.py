@@ -50,8 +50,8 @@ NOT_EXPORTED = frozenset(
     }
 )
 """Tables that concern one database only: its queue, deliveries, keys and calls in progress, and the tables from which
-clients continue stored conversations and responses. To continue one, a client needs the session's key, and an archive
-contains no keys. An archive is complete without these tables, because its calls have whole messages."""
+clients continue stored conversations and responses. (A client needs the session's key for this, and an archive contains
+no keys.) An archive is complete without these tables, because its calls have whole messages."""
 CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},
