@@ -254,8 +254,8 @@ def rescore(
 ) -> None:
     """Give recorded text the tokens and log-probabilities of another engine, and build off-policy traces from it.
 
-    Their builder is `rescored` and their grade `approximate`, because the engine did not sample the text. Only
-    `polar export --builder rescored --all-grades` exports them.
+    These traces have the builder `rescored` and the grade `approximate`, because the engine did not sample the text.
+    Only `polar export --builder rescored --all-grades` exports them.
     """
     if engine is None:
         raise UsageError("Name the engine that scores: --engine vllm --engine-url URL, or --engine local.")
