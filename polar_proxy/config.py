@@ -199,8 +199,8 @@ class RouteSettings(_Section):
     labels: tuple[str, ...] = ()
     """Only sessions with one of these labels. `*` matches any text."""
     share: float = Field(1.0, gt=0, le=1)
-    """Only calls of this share of the sessions (0 to 1). The session's id decides, so the result is the same for all
-    calls of a session."""
+    """Only this share of the sessions, from 0 to 1. The session's id decides, so the condition has the same result for
+    all calls of a session."""
 
 
 class RunSettings(RolloutSpec):

@@ -52,8 +52,8 @@ def build(
     builder: Annotated[
         str,
         typer.Option(
-            help="merged (joins calls where a prompt begins with a whole trace), per_call (one trace per answer) or "
-            "tree (stores shared prefixes once)."
+            help="merged (adds a call to a trace if the call's prompt begins with the whole trace), per_call (one "
+            "trace per answer) or tree (stores shared prefixes once)."
         ),
     ] = "merged",
     on_drift: Annotated[

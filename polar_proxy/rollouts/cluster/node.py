@@ -51,7 +51,7 @@ SCORING_RESOURCE = "polar_scoring"
 scores."""
 
 SANDBOX_BYTES = 4 << 30
-"""Memory of one agent in bytes, from which a node's capacity is computed. Its task may need more or less."""
+"""Memory in bytes to count for one agent when a node's capacity is computed. The agent's task may need more or less."""
 
 
 # ---------------------------------------------------------------- capacity

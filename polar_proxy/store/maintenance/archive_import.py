@@ -63,8 +63,8 @@ CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
         "owner_pid": None,
     },
 }
-"""table -> column -> a value that replaces the stored value. It is replaced when an archive is written, and again when
-the archive is imported."""
+"""table -> column -> a value that replaces the column's stored values, both when an archive is written and when it is
+imported."""
 _NOT_COMPARED: dict[str, frozenset[str]] = {"nodes": frozenset({"data"}), "tasks": frozenset({"created_at"})}
 """Columns that imports do not compare: equal content may be packed differently, and equal tasks may have been stored at
 different times."""
