@@ -114,8 +114,8 @@ class GatewaySettings(_Section):
     """Time limit for a call's first token (or the whole answer, if the engine sends it in one piece), including the
     wait in the engine's queue and the prefill. After that the call fails, and the agent gets status 504."""
     next_token_seconds: float = Field(600.0, gt=0)
-    """Time limit for each further token, including pauses in which the engine loads new weights. After that the call
-    fails, as with `first_token_seconds`."""
+    """Time limit for each further token, including pauses in which the engine loads new weights. If the next token does
+    not come within this time, the call fails."""
     join_retries: Literal["evidence", "always", "never"] = "evidence"
     """Whether a request gets the answer of an earlier, equal request. `evidence`: only if the request is known to be a
     retry, because the earlier request lost its client or the SDK's retry header says so. `always`: also if the earlier
@@ -199,8 +199,8 @@ class RouteSettings(_Section):
     labels: tuple[str, ...] = ()
     """Only sessions with one of these labels. `*` matches any text."""
     share: float = Field(1.0, gt=0, le=1)
-    """Only calls of this share of the sessions (0 to 1). The session's id decides, so the result is the same for all
-    calls of a session."""
+    """Only this share of the sessions, from 0 to 1. The session's id decides, so the condition has the same result for
+    all calls of a session."""
 
 
 class RunSettings(RolloutSpec):
@@ -256,9 +256,9 @@ class LogSettings(_Section):
     """The log, on standard error."""
 
     level: Literal["debug", "info", "warning", "error"] | None = None
-    """Lowest level that is logged. `info` adds one line for each session, stage of a rollout and broken-off call;
-    `debug` adds answered calls and refused requests; failed calls are warnings. Default: info for `polar serve` and
-    Ray nodes, warning for `polar run`. Other commands log warnings as text."""
+    """Lowest level that is logged. `warning` includes failed calls. `info` adds a line for each session, each stage of
+    a rollout and each broken-off call. `debug` adds answered calls and refused requests. Default: info for
+    `polar serve` and Ray nodes, warning for `polar run`. Other commands log warnings as text."""
     format: Literal["text", "json"] = "text"
     """`text`: lines for people. `json`: one JSON object per line, with the ids in separate fields."""
 

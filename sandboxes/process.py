@@ -255,9 +255,9 @@ class SupervisedSandbox(Sandbox):
     async def _end_unkillable(self, link: ControlLink, what: str) -> None:
         """End the processes of a sandbox in which a process could not be killed.
 
-        In bubblewrap without root, programs can stop the processes that should kill them. There, the sandbox counts as
-        ended by its programs. It is not closed, so that its files can still be read. Any other sandbox is closed. Then
-        SandboxEnded is raised, with the names of the processes that are left.
+        In bubblewrap without root, programs can stop the processes that should kill them. Such a sandbox counts as
+        ended by its programs, and stays open, so that its files can still be read. Any other sandbox is closed, and
+        SandboxEnded is raised with the names of the processes that are left.
         """
         if (await link.call(op="end"))[0]["ended"]:
             return

@@ -88,8 +88,8 @@ async def rollout_trajectory(
 async def add_reward(store: ApiStore, body: m.RewardRequest) -> m.Reward:
     """Add a reward to a rollout or session, or to a single call or trace of a rollout or session.
 
-    Earlier rewards are kept. The newest reward for the whole rollout or session is its reward. If `session_id` names
-    the session of a rollout, the request is refused: name the rollout instead.
+    Earlier rewards are kept. The newest reward for the rollout or session as a whole is shown in its field `reward`.
+    If `session_id` names the session of a rollout, the request is refused: name the rollout instead.
     """
     sessions = await _sessions_of(store, body)
     await _check_parts(store, body, sessions)

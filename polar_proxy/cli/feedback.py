@@ -35,8 +35,8 @@ def reward(
 ) -> None:
     """Add a reward to a rollout or a session. Earlier rewards are kept.
 
-    The reward of a rollout or session is the newest one that was given to it as a whole, not to one of its calls or
-    traces.
+    The reward of a rollout or session is the newest reward that is for the whole rollout or session. Rewards of single
+    calls and traces do not change it.
     """
     from polar_proxy.api_models import RewardRequest
 

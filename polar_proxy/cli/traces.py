@@ -52,8 +52,8 @@ def build(
     builder: Annotated[
         str,
         typer.Option(
-            help="merged (joins calls where a prompt begins with a whole trace), per_call (one trace per answer) or "
-            "tree (stores shared prefixes once)."
+            help="merged (adds a call to a trace if the call's prompt begins with the whole trace), per_call (one "
+            "trace per answer) or tree (stores shared prefixes once)."
         ),
     ] = "merged",
     on_drift: Annotated[
@@ -254,8 +254,8 @@ def rescore(
 ) -> None:
     """Give recorded text the tokens and log-probabilities of another engine, and build off-policy traces from it.
 
-    Their builder is `rescored` and their grade `approximate`, because the engine did not sample the text. Only
-    `polar export --builder rescored --all-grades` exports them.
+    These traces have the builder `rescored` and the grade `approximate`, because the engine did not sample the text.
+    Only `polar export --builder rescored --all-grades` exports them.
     """
     if engine is None:
         raise UsageError("Name the engine that scores: --engine vllm --engine-url URL, or --engine local.")

@@ -3,10 +3,9 @@
 The limit holds for requests with `parallel_tool_calls = false`. It holds for every request if the chat template refuses
 answers with two calls, because the next prompt would fail.
 
-The agent gets one call. If a second call were recorded, its tokens would be trained although no later prompt has them,
-and a prompt that continues from these tokens would have a call without a result. So the answer ends with its first
-call: tokens sampled after this call are dropped, and no grammar is needed. An answer that makes one call keeps its own
-end of turn.
+The agent gets one call, so a second call would have no result. If the second call were recorded, the next prompt would
+either lack its tokens or have a call without a result. So the answer ends with its first call: tokens sampled after
+this call are dropped, and no grammar is needed. An answer that makes one call keeps its own end of turn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find out whether a call failed because of the engine, or because of a request that the engine can never answer.
 
 An agent could make the engine fail on purpose, with a parameter or text that the engine answers with a 5xx status. Such
-an agent must not get another attempt. So the last failed request of each rollout is kept, and can be sent to the engine
+an agent must not get another attempt. So the last failed request of each session is kept, and can be sent to the engine
 again. The request is at fault if it fails twice more and the engine answers a plain request ("Hello") in between.
 Tokens that are sampled here are never recorded, sent or trained on. A hosted model costs money for each request, so
 failed requests are not sent to it again. The provider is held responsible for each failure of a hosted model.
@@ -25,8 +25,8 @@ from polar_proxy.types import ChatRequest, EngineRequest, Message, Sampling
 log = logging.getLogger(__name__)
 
 _SECONDS = 60.0
-"""Time limit of each request that is sent here, the failed request or the plain one. If an answer has begun when the
-time is over, the request counts as answered."""
+"""Time limit in seconds of each request of this module: of the failed request and of the plain one. If the answer has
+begun by then, the request counts as answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class FailedRequest:
 
 
 class FailedRequests:
-    """For each rollout, the last request that the engine failed to answer."""
+    """For each session, the last request that the engine failed to answer. Hosted engines are left out."""
 
     def __init__(self) -> None:
         self._by_session: dict[str, FailedRequest] = {}

@@ -25,7 +25,7 @@ M = TypeVar("M", bound=BaseModel)
 
 _RATE_SECONDS = 60.0
 _ACTIVE_SECONDS = 300.0
-"""A session is active this long after its last call."""
+"""Time in seconds after its last call for which a session counts as active."""
 
 
 def convert(model: type[M], row: object, **more: object) -> M:

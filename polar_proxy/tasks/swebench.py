@@ -69,7 +69,7 @@ R2E_HIDDEN = (
         )
     ),
 )
-"""Paths of tests and answers in the images of R2E-Gym, which are hidden from the agent."""
+"""Paths to hide from the agent in images of R2E-Gym: tests and answers."""
 
 
 def is_swebench_row(row: Mapping[str, Any]) -> bool:

@@ -39,7 +39,7 @@ FEED_ERRORS = (StoreError, ApiError, UnreachableError)
 again."""
 
 FEED_WAIT_SECONDS = 2.0
-"""Time that a server may wait for a finished group before it returns none."""
+"""Maximum time in seconds that a server waits for a finished group before it answers without a group."""
 
 
 class GroupFeed(Protocol):

@@ -169,7 +169,7 @@ def exit_report(wait_status: int, failure: bytes) -> bytes:
 def shim(
     message: dict[str, Any], fds: list[int], cgroups: list[int], identity: Identity, orders: int, status: int
 ) -> None:
-    """Run one command and reap its processes until none is left. Kill them if the supervisor says so or ends."""
+    """Run one command and reap its processes until none is left. If the supervisor orders it, or ends, kill them."""
     first = 3
     # Close everything else. Above all the control socket, whose end ends the sandbox, must not stay open here.
     for fd in sorted([orders, status, *fds, *cgroups]):

@@ -82,7 +82,7 @@ class ItemId(NamedTuple):
 
 
 def answer_of_item(value: Any) -> str | None:
-    """Return the id of the call whose answer has the item with this id. None if Polar did not make the id for an
+    """Return the id of the call that an item id belongs to. None if Polar did not make the id for an item of an
     answer."""
     found = ItemId.read(value)
     return None if found is None or found.is_input else found.call_id

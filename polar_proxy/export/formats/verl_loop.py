@@ -28,8 +28,8 @@ def _groups(path: str) -> RecordedGroups:
 class RecordedAgentLoop(AgentLoopBase):  # type: ignore[misc, unused-ignore]
     """Answers session i of a prompt with the i-th recorded rollout of the prompt's group. Calls no model.
 
-    Raises RowError if the rollout was not sampled at the temperature `rollout.temperature` in verl's settings: verl
-    divides its logits by this temperature.
+    Raises RowError if the rollout was not sampled at the temperature `rollout.temperature` of verl's settings, because
+    verl divides the logits by this temperature in training.
     """
 
     def __init__(self, *args: Any, rows: str, **kwargs: Any) -> None:

@@ -58,7 +58,8 @@ _DIALECT = get_dialect("openai_responses")
 _ROUTE = re.compile(r"(?:/v1)?/conversations(?:/([^/]+)(?:/(items)(?:/([^/]+))?)?)?")
 _MOST_ADDED = 20
 _MOST_BYTES = 32 << 20
-"""Size limit of a conversation, in bytes. If the size limit of a request body is smaller, that limit holds."""
+"""Size limit of a conversation, in bytes. If the size limit of a request body is smaller, it also limits the
+conversation."""
 _MOST_CONVERSATIONS, _CONVERSATIONS_AT_SIZE_LIMIT = 1000, 4
 """Limits of a session: the number of its conversations, and the total size of all of them, as a multiple of the size
 limit of one conversation."""

@@ -1,4 +1,4 @@
-"""Canaries, which are tests that must fail: they show whether a child process that runs tests forges its verdicts.
+"""Canaries: tests that must fail, to find child processes that run tests and forge the verdicts.
 
 The names and bodies of canaries look like those of other tests. If a canary passes in a child, or the child does not
 report each canary exactly once, the verdicts of this child are forged.

@@ -51,7 +51,7 @@ SCORING_RESOURCE = "polar_scoring"
 scores."""
 
 SANDBOX_BYTES = 4 << 30
-"""Memory of one agent in bytes, from which a node's capacity is computed. Its task may need more or less."""
+"""Memory in bytes to count for one agent when a node's capacity is computed. The agent's task may need more or less."""
 
 
 # ---------------------------------------------------------------- capacity
@@ -125,7 +125,7 @@ class NodeConfig:
 
     @property
     def digest(self) -> str:
-        """A hash of the configuration. If a node runs with a hash that is not the head's, it must be restarted."""
+        """A hash of the configuration. If it is not the hash that the head expects, the head restarts the node."""
         settings = json.dumps(self.settings.model_dump(), sort_keys=True, default=_to_json_value)
         rest = f"{self.address} {self.agents} {self.version}"
         return hashlib.sha256(f"{settings} {rest}".encode()).hexdigest()
@@ -182,7 +182,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
 def node_settings(given: Settings) -> Settings:
     """Return the head's settings with this node's own folders and engine settings.
 
-    A node's environment or polar.toml may name another engine than the head's."""
+    An engine setting counts as the node's own if the node's environment or polar.toml changes it from its default."""
     own, default = Settings(), EngineSettings()
     changed = {name: value for name, value in own.engine if value != getattr(default, name)}
     engine = given.engine.model_copy(update=changed)
@@ -218,7 +218,7 @@ class NodeActor:
     """The Ray actor of a node: works from its creation until `stop`. Ray restarts it if its process dies."""
 
     def __init__(self, config: NodeConfig, scoring_resources: dict[str, float]) -> None:
-        """`scoring_resources`: what a scoring task needs (see the function of this name)."""
+        """`scoring_resources`: the Ray resources of a scoring task, from the function `scoring_resources`."""
         configure_logging(config.settings.log.level or "info", config.settings.log.format)
         self._config = config
         self._scorer = RayScorer(scoring_resources)

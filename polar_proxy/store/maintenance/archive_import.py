@@ -50,8 +50,8 @@ NOT_EXPORTED = frozenset(
     }
 )
 """Tables that concern one database only: its queue, deliveries, keys and calls in progress, and the tables from which
-clients continue stored conversations and responses. To continue one, a client needs the session's key, and an archive
-contains no keys. An archive is complete without these tables, because its calls have whole messages."""
+clients continue stored conversations and responses. (A client needs the session's key for this, and an archive contains
+no keys.) An archive is complete without these tables, because its calls have whole messages."""
 CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},
@@ -63,8 +63,8 @@ CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
         "owner_pid": None,
     },
 }
-"""table -> column -> a value that replaces the stored value. It is replaced when an archive is written, and again when
-the archive is imported."""
+"""table -> column -> a value that replaces the column's stored values, both when an archive is written and when it is
+imported."""
 _NOT_COMPARED: dict[str, frozenset[str]] = {"nodes": frozenset({"data"}), "tasks": frozenset({"created_at"})}
 """Columns that imports do not compare: equal content may be packed differently, and equal tasks may have been stored at
 different times."""

@@ -254,9 +254,9 @@ class MaintenanceRepository(Repository):
     async def _delete_unused(
         self, key: Column[Any], users: Sequence[Column[Any]], keys: Sequence[bytes] | None = None
     ) -> list[bytes | None]:
-        """Delete unused rows of the table of `key`: all, or those in `keys`. Returns the deleted keys.
+        """Delete unused rows of the table of `key`: all, or only rows whose key is in `keys`. Return the deleted keys.
 
-        For nodes, the ids of the deleted nodes' parents are returned instead.
+        For nodes, return the ids of the deleted nodes' parents instead.
         """
         statement = delete(key.table).where(*_unused(key, users))
         if keys is not None:

@@ -50,8 +50,9 @@ class PrefixTree:
 class Targets:
     """The m tokens of a tree that enter the loss, sequence by sequence, and where their logits are.
 
-    A model needs to compute logits only at the nodes `rows` [r] (ascending). `row_of` [m] is the index in `rows` of the
-    logits that predict each target; `sequences` [m] and `offsets` [m] say which token of which sequence each target is.
+    `rows` [r]: the nodes at which a model must compute logits, in ascending order. `row_of` [m]: for each target, the
+    index in `rows` of the node whose logits predict the target. `sequences` [m] and `offsets` [m]: for each target, the
+    index of its sequence, and its position in this sequence.
     """
 
     token_ids: IntArray
@@ -107,8 +108,8 @@ def find_targets(tree: PrefixTree, masks: Sequence[npt.NDArray[np.integer] | Boo
     """Return the tokens that `masks` marks as targets.
 
     `masks`: one for each sequence, as long as the sequence, nonzero at the targets. Several sequences may have targets
-    at the same node. Raises ValueError for a mask of another length, and for a mask that marks the first token of a
-    sequence, which no logits predict.
+    at the same node. Raises ValueError for a wrong number of masks, for a mask of another length, and for a mask that
+    marks the first token of a sequence, because no logits predict this token.
     """
     if len(masks) != len(tree.paths):
         raise ValueError(f"{len(masks)} masks for {len(tree.paths)} sequences")
