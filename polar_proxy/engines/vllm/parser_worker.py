@@ -53,7 +53,7 @@ parses each answer."""
 _FEWEST = 20
 """Number of answers that a search may always try, even if this takes more than `_COMPARISONS` parses."""
 _DIFFERENCES = 6
-"""A search ends when it has found this many answers that pairs of parsers parse differently."""
+"""Number of answers after which a search ends. Only answers that some of the compared parsers parse differently count."""
 
 from vllm import __version__  # noqa: E402
 from vllm.config import ModelConfig, VllmConfig  # noqa: E402
