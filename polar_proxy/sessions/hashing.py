@@ -41,7 +41,7 @@ _NO_WHITE_SPACE = {code: None for code in range(128) if chr(code).isspace()}
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """A kind of difference between messages that does not change their hashes.
+    """A rule that makes the hashes of messages ignore one kind of difference.
 
     `pattern` finds the text to replace before hashing. Normalisers without a pattern are code in `MessageHasher`.
     """
