@@ -461,7 +461,7 @@ class AnswerSampling(NamedTuple):
     """`processed`: the log-probabilities are those of the sampled distribution. `raw`: they are those of the model's
     own distribution at temperature 1, without `changes`."""
     versions: tuple[tuple[int, str | None], ...]
-    """(start, policy version) of each run of tokens from one version. `start` counts in the answer, from 0 on."""
+    """(start, policy version) of each run of tokens from one version. `start`: position of the run in the answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,7 +277,7 @@ def by_api_key(store: Store) -> Authenticate:
 
 
 async def allow_all(request: Request) -> Role:
-    """Give every request the role admin: for clients in this process, which can open the database themselves anyway."""
+    """Give every request the role admin. For clients in this process only: they can open the database anyway."""
     request.state.author = "this machine"
     return "admin"
 

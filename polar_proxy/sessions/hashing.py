@@ -28,8 +28,8 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""Number of keys in an assistant turn for which the turn's messages so far are merged, as if the conversation ended
-there. Each later key only adds one message to the key before, because merging for every key takes quadratic time."""
+"""Number of keys inside a long assistant turn that are made from all messages of the turn so far, merged into one.
+Merging for every key would take quadratic time, so each further key only adds one message to the key before."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""
@@ -41,7 +41,7 @@ _NO_WHITE_SPACE = {code: None for code in range(128) if chr(code).isspace()}
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """A kind of difference between messages that does not change their hashes.
+    """A rule that makes the hashes of messages ignore one kind of difference.
 
     `pattern` finds the text to replace before hashing. Normalisers without a pattern are code in `MessageHasher`.
     """

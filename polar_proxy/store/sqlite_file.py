@@ -99,7 +99,7 @@ def is_locked(error: Exception) -> bool:
 
 
 def name_lock_holder(path: Path) -> str:
-    """Return the subject of a sentence: the process that has the lock of a database, by pid and name if known."""
+    """Return a text for error messages that names the process with the lock of a database, by pid and name if known."""
     holders = [pid for pid in write_lock_holders(path) if pid > 0]
     if not holders:
         return "Another process"

@@ -6,8 +6,8 @@ differ shows what a harness serialised differently, reordered or dropped.
 
 With `on_drift = canonical` a drifted call is joined to the trace of its base anyway: the sampled tokens so far are
 kept, and the context between them and the new answer is taken from the drifted call's own prompt
-(`find_context_start`). So the tokens before the new answer may differ from the prompt that it was sampled from. The
-trace is therefore `approximate`. Polar's paper joins calls in the same way.
+(`find_context_start`). So the trace's tokens before the new answer may differ from the prompt that the engine saw, and
+the trace is graded `approximate`. Polar's paper joins calls in the same way.
 """
 
 from __future__ import annotations

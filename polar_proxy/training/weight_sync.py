@@ -178,8 +178,8 @@ class VllmControl:
     """Treatment of calls in flight: `keep` freezes them and continues with the new weights, `wait` lets them finish
     first, `abort` aborts them."""
     engine: VllmEngine | None = None
-    """This process's client of the server. Give it only if no other client samples from the server. None: other
-    processes may sample too, so the pause lasts until each has dropped its cached weight version
+    """The client through which this process samples from the server; None if other processes may sample from the server
+    as well. With None, a pause also waits until these processes have dropped their cached weight version
     (WEIGHT_VERSION_SECONDS)."""
     transport: httpx.AsyncBaseTransport | None = None
 

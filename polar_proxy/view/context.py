@@ -50,7 +50,7 @@ class ViewContext:
         return self.api.store
 
     async def page(self, request: Request, template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
-        """Return a page with the navigation of all pages."""
+        """Return a page made from `template`, with the navigation that every page has."""
         common = {
             "navigation": NAVIGATION,
             "path": request.url.path,

@@ -40,7 +40,7 @@ class ShownCall:
     """A call as a page shows it: the request in OpenAI's form and as the agent sent it, and the answers."""
 
     earlier: Sequence[ShownMessage]
-    """Messages of the request that an earlier call of the conversation had, in its request or as its answer."""
+    """Messages of the request that are already in an earlier call of the conversation: in its request or its answer."""
     left_out: int
     """Number of earlier messages that are not shown, because there are too many."""
     new: Sequence[ShownMessage]

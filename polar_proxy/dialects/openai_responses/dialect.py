@@ -13,8 +13,9 @@ later request that continues the conversation does not inherit them, as the API 
 A body may also refer to a `conversation` by its id. The conversation's items come before the body's own input, and the
 call adds this input and the answer to the conversation.
 
-Refused: `prompt` (a stored template that Polar does not have), `stream` together with `background`, and `store: false`
-together with `background` (the answer could not be retrieved) or `conversation` (the call adds its items to it).
+Refused: `prompt` (a stored template that Polar does not have), and `stream` together with `background`. `store: false`
+is refused together with `background`, because the answer could not be retrieved, and together with `conversation`,
+because a conversation stores the items of its calls.
 Accepted without effect: truncation, service_tier, prompt_cache_*, max_tool_calls, context_management, verbosity, and
 reasoning options except the effort `none`, which turns thinking off if the chat template supports that.
 """

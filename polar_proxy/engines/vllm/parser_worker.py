@@ -48,12 +48,12 @@ HARMONY_OPENING = "<|start|>assistant"
 """Text that vLLM writes at the end of every conversation with gpt-oss, even if no answer is requested."""
 
 _COMPARISONS = 600
-"""Maximum number of parses in one search. A search looks for answers that pairs of parsers parse differently. Each pair
+"""Maximum number of parses in one search. A search compares pairs of a tool parser and a reasoning parser: each pair
 parses each answer."""
 _FEWEST = 20
 """Number of answers that a search may always try, even if this takes more than `_COMPARISONS` parses."""
 _DIFFERENCES = 6
-"""A search ends when it has found this many answers that pairs of parsers parse differently."""
+"""A search ends when it has found this many answers that the compared parsers do not all parse in the same way."""
 
 from vllm import __version__  # noqa: E402
 from vllm.config import ModelConfig, VllmConfig  # noqa: E402

@@ -25,8 +25,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 INSIDE_SANDBOX = "polar_inside_sandbox"
 """Key that the scope's `state` has if the request came through a socket inside a sandbox."""
 SANDBOX_KEY = "polar_sandbox_key"
-"""Name of the entry in the scope's `state` that holds the key of the sandbox's session. The entry exists only if model
-hosts resolve to the socket through which the request came."""
+"""Key under which the scope's `state` holds the API key of the sandbox's session. Set only if the request came through
+a socket that takes the place of the model hosts."""
 PROVIDER_PATH = "polar_provider_path"
 """Key under which the scope's `state` holds the (host, path with query) to which an intercepted request was sent."""
 PROVIDER_EXCHANGE = "polar_provider_exchange"

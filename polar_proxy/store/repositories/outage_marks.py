@@ -32,8 +32,8 @@ disk."""
 class OutageMark:
     """A session that lost a call.
 
-    `key_hash`: None if the session is known to be stored, else the hash of its key. If such a session is not stored
-    when the mark is written into the database, it is stored together with the mark.
+    `key_hash`: None if the session is known to be stored, else the hash of its key. With this hash, a session that is
+    still missing from the database is stored together with the mark.
     """
 
     session_id: str
