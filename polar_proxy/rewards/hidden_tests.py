@@ -119,7 +119,7 @@ class HiddenTestsEvaluator(Evaluator):
         return Score(None, detail, report.log)
 
     def _plan(self, task: EvaluatedTask) -> TestPlan | None:
-        """Return the plan by which Polar's own runner runs the tests; None if there is none for the task's command."""
+        """Return the plan with which Polar's own runner runs the tests; None if the task's command must run them."""
         if self.parser == "unittest":
             plan = plan_unittest(task.test_command)
             return replace(plan, style="values") if plan is not None and self.by_value else plan
