@@ -1,6 +1,7 @@
-"""Custom tools, whose input is free text, as functions with one string parameter `input`.
+"""Custom tools, whose input is free text.
 
-Engines know only functions. The function's description contains the tool's grammar, which is not enforced.
+Engines know only functions, so a custom tool becomes a function with one string parameter `input`. The function's
+description contains the tool's grammar, which is not enforced.
 """
 
 from __future__ import annotations

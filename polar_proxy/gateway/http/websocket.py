@@ -170,8 +170,8 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
             self.transport.pause_reading()
 
     def _close(self, code: int, error: RequestError | None = None) -> None:
-        """Ask the application to close the WebSocket. `error`: the limit that the client broke, if it broke one. If
-        `error` is given, all further data from the client is dropped."""
+        """Ask the application to close the WebSocket. `error`: the client broke a limit; all further data from the
+        client is then dropped."""
         self._queue({"type": asgi.WEBSOCKET_CLOSING, "code": code, "error": error})
         self.stop_pace()
         self._stop_idle_timer()
