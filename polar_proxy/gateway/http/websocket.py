@@ -5,7 +5,7 @@
 * In each turn of the event loop, a bounded time is spent on parsing one connection, however small its frames are.
 * While a client does not read what it is sent, the server reads nothing more from this client. After a time, the server
   disconnects the client.
-* A WebSocket without a request is closed after a time, or earlier if there are too many connections.
+* A WebSocket on which no request is in progress is closed after a time, or earlier if there are too many connections.
 * Compression is not offered, so a message is never larger than the bytes that were received for it.
 
 If a WebSocket must be closed, because of a limit or because the server stops, the application is sent
