@@ -103,7 +103,7 @@ class HiddenTestsEvaluator(Evaluator):
     async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory, parse: LogParser) -> Score | None:
         """Run the tests without a patch. Return None if all of `fail_to_pass` fail and all of `pass_to_pass` pass.
 
-        Any other result, or a timeout of the tests, is a fault of the task. Then return a score without a reward.
+        On any other result, or if the tests run out of time, the task is at fault: return a score without a reward.
         """
         async with sandboxes() as workspace:
             report = await self._run(task, workspace, (), parse)
