@@ -224,7 +224,7 @@ class SwebenchEvaluator(Evaluator):
         return await apply_patch(self.test_patch.encode(), workspace)
 
     async def _score_without_tests(self, task: EvaluatedTask, sandboxes: SandboxFactory, error: str) -> Score:
-        """Return the score if the test patch does not apply after the agent's patch. `error`: git's message.
+        """Return the score of a task whose test patch does not apply after the agent's patch. `error`: git's message.
 
         The reward is 0 if the test patch applies to the task's own files. Otherwise the task is at fault, and the
         reward is None.
