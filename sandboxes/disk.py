@@ -39,10 +39,10 @@ class DiskUsage:
 
 
 def make_image(image: Path, content: Path, limits: ResourceLimits) -> bool:
-    """Make a sparse file with a file system that is as large as the disk quota, and copy the folder `content` into it.
+    """Make a file system as large as the disk quota in a sparse image file, and copy the folder `content` into it.
 
     The copied files keep their owners. Return False if there is no disk quota, or if this user or machine cannot make
-    such a file. Blocking; about 10 ms.
+    the image. Blocking; about 10 ms.
     """
     program = shutil.which("mkfs.ext4", path=MKFS_PATH)
     if os.geteuid() != 0 or program is None or limits.disk_mb is None:

@@ -57,8 +57,8 @@ class InstallTable(_Table):
     """Absolute path of a program or folder of this machine, which sandboxes mount. Nothing is installed."""
     version: str = ""
     entry: str = ""
-    """npm: the native program or script, relative to the folder of installation; may be a glob pattern. path: the
-    program inside of the folder; empty if `path` is the program itself."""
+    """With `npm`: the native program or script, relative to the folder of installation; may be a glob pattern. With
+    `path`: the program, relative to the folder `path`; empty if `path` is the program itself."""
     node: bool = False
     """npm: true if `entry` is a script that Node.js runs."""
     imports: str = ""

@@ -26,8 +26,8 @@ class ModelCard:
     max_answer: int | None
     """Maximum number of tokens in an answer; None if only the context length limits it."""
     provider_answers: bool
-    """True if the provider answers all calls, or the calls that a rule chooses. The server forwards these calls with
-    the agent's own key."""
+    """True if the server forwards calls to the provider, with the agent's own key: all calls, or those that a rule
+    chooses."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Custom tools, whose input is free text, as functions with one string parameter `input`.
+"""Custom tools, whose input is free text.
 
-Engines know only functions. The function's description contains the tool's grammar, which is not enforced.
+Engines know only functions, so a custom tool becomes a function with one string parameter `input`. The function's
+description contains the tool's grammar, which is not enforced.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def begins_as_input(arguments: str) -> bool:
 def custom_arguments(text: str, path: str) -> str:
     """Return the arguments of a custom tool's call from the text that the client sends back. Raises RequestError.
 
-    Usually these are `{"input": text}`. If the text begins with `{"input": "`, but as a whole does not have that form,
-    the client was sent the arguments unchanged, and the text is returned. `path`: the text's path in the body, for
-    errors.
+    The arguments are `{"input": text}`, with one exception. If the text begins with `{"input": "` but as a whole
+    does not have this form, the client was sent the arguments unchanged. Then return the text. `path`: the text's path
+    in the body, for errors.
     """
     if begins_as_input(text) and custom_input(text) is None:
         return text

@@ -103,7 +103,7 @@ class HiddenTestsEvaluator(Evaluator):
     async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory, parse: LogParser) -> Score | None:
         """Run the tests without a patch. Return None if all of `fail_to_pass` fail and all of `pass_to_pass` pass.
 
-        Any other result, or a timeout of the tests, is a fault of the task. Then return a score without a reward.
+        On any other result, or if the tests run out of time, the task is at fault: return a score without a reward.
         """
         async with sandboxes() as workspace:
             report = await self._run(task, workspace, (), parse)
@@ -119,7 +119,7 @@ class HiddenTestsEvaluator(Evaluator):
         return Score(None, detail, report.log)
 
     def _plan(self, task: EvaluatedTask) -> TestPlan | None:
-        """Return the plan by which Polar's own runner runs the tests; None if there is none for the task's command."""
+        """Return the plan with which Polar's own runner runs the tests; None if the task's command must run them."""
         if self.parser == "unittest":
             plan = plan_unittest(task.test_command)
             return replace(plan, style="values") if plan is not None and self.by_value else plan
@@ -224,7 +224,7 @@ class SwebenchEvaluator(Evaluator):
         return await apply_patch(self.test_patch.encode(), workspace)
 
     async def _score_without_tests(self, task: EvaluatedTask, sandboxes: SandboxFactory, error: str) -> Score:
-        """Return the score if the test patch does not apply after the agent's patch. `error`: git's message.
+        """Return the score of a task whose test patch does not apply after the agent's patch. `error`: git's message.
 
         The reward is 0 if the test patch applies to the task's own files. Otherwise the task is at fault, and the
         reward is None.

@@ -29,8 +29,8 @@ _SETUP_SECONDS = 300.0
 async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
     """Return the score of the task's evaluators.
 
-    If the evaluation fails, raises InfrastructureError or EvaluatorError, unless an evaluation without the agent's
-    patch gives all verdicts."""
+    If the evaluation fails, it is repeated without the agent's patch. If all verdicts are then given, the work is
+    scored once more. Otherwise, or without a patch, raises the InfrastructureError or EvaluatorError."""
     try:
         score = await _evaluate(work, sandboxes)
     except (InfrastructureError, EvaluatorError) as error:

@@ -148,7 +148,7 @@ class Reservation:
     usage: BudgetUsage
     calls: int
     refusal: BudgetSpentError | None = None
-    """The error for the agent if the calls are refused; None if they may begin or get a final answer."""
+    """The error for the agent if the calls are refused; otherwise None. Then the model or `final_answer` answers."""
     final_answer: str | None = None
     """Polar's answer in place of the model's if the budget is spent; None if the model answers or the calls are
     refused."""

@@ -274,7 +274,8 @@ def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker
     `whole`: the marked rendering of the new request. The fixed texts before the base's answer must be equal in both
     renderings, with two exceptions for the part after the last mark of a fixed text. First, IGNORED_DIFFERENCES do not
     count. Second, this part ends with the first characters of the next answer, up to the answer's first mark, so it may
-    be longer in one rendering. After the last fixed text of `base` no answer follows: it may be longer only in `whole`.
+    be longer in one rendering. No answer follows the last fixed text of `base`, so the last part of this text may be
+    longer only in `whole`.
 
     `opening`: the text with which the template opened the base's answer. `whole` need not contain this text. Raises
     RenderingError if the renderings differ otherwise.

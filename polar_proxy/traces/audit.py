@@ -48,7 +48,8 @@ nearly certain, both values are near 0."""
 _MIN_INFORMATIVE = 16
 """Minimum number of tokens below `_INFORMATIVE_BELOW` for a conclusion about the mode."""
 _FITTING_SHARE = 0.95
-"""Values count as raw or processed if at least this share of the tokens below `_INFORMATIVE_BELOW` fits that mode."""
+"""Values count as raw if at least this share of the tokens below `_INFORMATIVE_BELOW` agrees with raw values. The same
+share applies to processed values."""
 
 _Values = npt.NDArray[np.float64]
 

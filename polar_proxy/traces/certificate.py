@@ -112,8 +112,7 @@ class SampledSpan(CallSpan):
     versions: Annotated[list[tuple[Count, str | None]], Field(min_length=1)]
     """The runs of tokens with one policy version, each as (first position within the answer, policy version)."""
     past_reasoning: Literal["keep", "strip"] | None
-    """The setting `past_reasoning` if it was used: the prompt continues a call, or does not because of `strip`. None in
-    all other cases."""
+    """The setting `past_reasoning`, if the prompt continues a call or `strip` prevented that; otherwise None."""
     temperature: float | None
     changes: Json
     """Settings besides the temperature that changed the distribution, such as top_p or a penalty."""

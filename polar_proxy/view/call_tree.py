@@ -1,8 +1,8 @@
 """The tree of a session's calls as a drawing beside a list: one row per call, one lane per line of conversation.
 
 A call that continues the newest call of a lane is drawn in this lane. Every other call opens a lane, as a branch does
-in the graph of a version control system. After the last call that is drawn in a lane or has its parent there, another
-branch may take the lane.
+in the graph of a version control system. A lane is free for another branch when no later call is drawn in the lane or
+has its parent in the lane.
 """
 
 from __future__ import annotations

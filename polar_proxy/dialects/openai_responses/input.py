@@ -75,8 +75,8 @@ class _AnswerDraft(AssistantDraft):
 
 
 class _ItemReader:
-    """Reads items in order into messages. `ids`: the ids of the items of the input that are not mere
-    references."""
+    """Reads items in order into messages. `ids`: the ids of the input's items, without those that only refer to an
+    item."""
 
     def __init__(self, tools: ResponsesTools, ids: set[str]) -> None:
         self._tools = tools

@@ -159,9 +159,9 @@ class _AnswerReader:
         self._decoder = make_decoder(raw, request)
         self._unread = False
         self.ended = False
-        """Whether the answer ends in the piece that was fed last."""
+        """Whether the answer ends in the latest piece given to `feed`."""
         self.error: Json | None = None
-        """The error that the provider reports in the piece that was fed last, or None."""
+        """The error that the provider reports in the latest piece given to `feed`, or None."""
 
     def feed(self, piece: ProviderPiece) -> list[SampleEvent]:
         if self._body is None:  # the first piece has the headers

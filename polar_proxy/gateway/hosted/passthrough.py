@@ -59,7 +59,7 @@ def check_passthrough(settings: GatewaySettings) -> None:
 def provider_request(
     scope: asgi.Scope, dialect: Dialect, body: bytes = b"", tools: bytes | None = None
 ) -> ProviderRequest:
-    """Return the request to send to the provider for a request to the gateway."""
+    """Turn a request that the gateway received into the request to the provider."""
     state = scope.get("state", {})
     host, target = state.get(asgi.PROVIDER_PATH) or (PROVIDER_HOSTS.get(dialect.name, OPENAI_HOST), None)
     if target is None:

@@ -5,7 +5,7 @@
 * In each turn of the event loop, a bounded time is spent on parsing one connection, however small its frames are.
 * While a client does not read what it is sent, the server reads nothing more from this client. After a time, the server
   disconnects the client.
-* A WebSocket without a request is closed after a time, or earlier if there are too many connections.
+* A WebSocket on which no request is in progress is closed after a time, or earlier if there are too many connections.
 * Compression is not offered, so a message is never larger than the bytes that were received for it.
 
 If a WebSocket must be closed, because of a limit or because the server stops, the application is sent
@@ -66,7 +66,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         self._unreported = 0
         """Number of bytes of the message that were not yet reported to the application by `asgi.WEBSOCKET_PIECE`."""
         self._idle_timer: asyncio.TimerHandle | None = None
-        """Runs while the WebSocket has no request."""
+        """Runs while no request is in progress on the WebSocket."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -170,8 +170,8 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
             self.transport.pause_reading()
 
     def _close(self, code: int, error: RequestError | None = None) -> None:
-        """Ask the application to close the WebSocket. `error`: the limit that the client broke, if it broke one. If
-        `error` is given, all further data from the client is dropped."""
+        """Ask the application to close the WebSocket. `error`: the client broke a limit; all further data from the
+        client is then dropped."""
         self._queue({"type": asgi.WEBSOCKET_CLOSING, "code": code, "error": error})
         self.stop_pace()
         self._stop_idle_timer()
