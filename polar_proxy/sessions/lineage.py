@@ -44,7 +44,7 @@ from polar_proxy.types import ANSWERED, Edge, Message
 _MIN_EVIDENCE = 40
 """An assistant turn of fewer characters may occur in two unrelated conversations."""
 _OPENING = 20_000
-"""Number of characters at the beginning of each of the first messages that are searched for quotes."""
+"""The search for quotes reads at most this many characters of a message."""
 
 
 @dataclass(frozen=True, slots=True)
