@@ -237,9 +237,9 @@ def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decisio
 def _answered_in_this_run(
     index: CallIndex, query: PlacementQuery, same: Sequence[CallNode], window: float
 ) -> CallNode | None:
-    """Return the newest call in `same`, the earlier calls with an equal request, if this request probably repeats
-    that call; else None.
-    Three conditions must hold. The newest call ended less than `window` seconds ago. No call in `same` was continued.
+    """Return the newest call in `same` if the request probably repeats this call, else None.
+
+    `same`: the earlier calls whose requests equal this one. Three conditions must hold. The newest call ended less than `window` seconds ago. No call in `same` was continued.
     The request comes from the agent run that made these calls: the request contains tool call ids, which no two runs
     share, or it has an assistant turn and the session has only one thread.
     """
