@@ -239,9 +239,10 @@ def _answered_in_this_run(
 ) -> CallNode | None:
     """Return the newest call in `same` if the request probably repeats this call, else None.
 
-    `same`: the earlier calls whose requests equal this one. Three conditions must hold. The newest call ended less than `window` seconds ago. No call in `same` was continued.
-    The request comes from the agent run that made these calls: the request contains tool call ids, which no two runs
-    share, or it has an assistant turn and the session has only one thread.
+    `same`: the earlier calls whose requests equal this one. Three conditions must hold. The newest call ended less than
+    `window` seconds ago. No call in `same` was continued. The request comes from the agent run that made these calls:
+    the request contains tool call ids, which no two runs share, or it has an assistant turn and the session has only
+    one thread.
     """
     turns = query.chain.turns
     in_one_run = any(turn.ids for turn in turns) or (turns and _single_thread(index))

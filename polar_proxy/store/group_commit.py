@@ -158,7 +158,7 @@ class GroupCommit:
             _resolve(future, record, rows.refused.get(position))
 
     def _write(self, connection: Connection, rows: RowBatch) -> RowBatch:
-        """Insert the rows and return them: `Database.write_in_thread` returns nothing but the result of this method."""
+        """Insert the rows. Return them, because the caller of `Database.write_in_thread` gets only this result."""
         for statement, values in (
             (self._insert_engines, [rows.engines[key] for key in sorted(rows.engines)]),
             (self._insert_settings, [rows.settings[key] for key in sorted(rows.settings)]),
