@@ -1,4 +1,4 @@
-"""The token sequence of a trace: assembled from its calls, joined with its parents, compared and checked.
+"""The token sequence of a trace: assembled from its calls, joined with its parent traces, compared and checked.
 
 `find_problem` is the one check that a trace matches its calls: builders and the store call it. Its first part,
 `find_layout_problem`, needs no calls, so that readers of exported rows can use it.

@@ -2,8 +2,8 @@
 
 `decide` finds the edge and the parent of a call. The first of these cases that applies decides:
 
-1. The call repeats an earlier request: it `retries` that request, or is a second sample with the edge and parent of
-   the earlier call.
+1. The call repeats the request of an earlier call. It either `retries` the earlier call, or is a second sample and
+   gets the same edge and parent.
 2. A rule recognises the call as a side call.
 3. The call's messages extend the messages and answer of an earlier call (`continues`), or only the messages of that
    call (`rewinds`).
@@ -12,8 +12,8 @@
 5. The call extends no earlier call. If it repeats a sampled answer or quotes a summary, it `continues` or `compacts`;
    otherwise it is a `subagent` or a `root`.
 
-A decision is `ambiguous` if another edge or parent was possible as well. The rule that decided (of `rules.py` or
-`lineage_reasons.py`) is recorded.
+A decision is `ambiguous` if another edge or parent was possible as well. The name of the deciding rule, which is
+from `rules.py` or `lineage_reasons.py`, is recorded.
 
 `find_base` finds the base: the answer whose exact tokens the prompt may begin with. The base need not be the parent's
 answer: the parent of a rewind is the call whose answer was taken back, and the base is the answer before that.

@@ -390,7 +390,7 @@ class SessionState:
 
     @property
     def weight(self) -> int:
-        """Memory of this state, counted in calls as in the setting `gateway.calls_in_memory`."""
+        """The session's share of `gateway.calls_in_memory`: the number of its calls, and 2 for the session itself."""
         return 2 + len(self._index.by_id)
 
     @property
