@@ -178,9 +178,9 @@ class GroupCommit:
     def _settle_open_calls(self, connection: Connection, call_ids: set[str]) -> None:
         """Delete the announcements (rows of `open_calls`) of committed calls, in the transaction of the commit.
 
-        The end of a session removes the session's remaining announcements, so a committed call that has no announcement
-        is late. If the rollout of a late call has ended, the call is excluded from the traces. If the call also belongs
-        to the rollout's last attempt, the rollout becomes incomplete.
+        The end of a session removes the announcements that the session still has. So a call without an announcement is
+        late: its session has ended. If the rollout of a late call has ended, too, the call is excluded from the traces.
+        If the call also belongs to the rollout's last attempt, the rollout becomes incomplete.
         """
         deleted = delete(schema.open_calls).where(_o.call_id.in_(call_ids)).returning(_o.call_id)
         late = call_ids - set(connection.scalars(deleted))
