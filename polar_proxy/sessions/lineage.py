@@ -307,7 +307,7 @@ def _summary_follows(query: PlacementQuery, same: int) -> bool:
 
 
 def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, request_end: int) -> Decision:
-    """Return the decision for a request that contains the conversation of earlier calls, but not their answer."""
+    """Return the decision for a request that extends the messages of earlier calls, but lacks their full answers."""
     ids_chain = query.chain.ids_chain(request_end)
     left = [node for node in candidates if node.ids_chain == ids_chain] or list(candidates)
     rest = query.messages[request_end:]

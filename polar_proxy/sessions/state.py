@@ -227,7 +227,7 @@ class SessionState:
         self.unstored_key: bytes | None = None
         """The hash of the session's key until the session is stored; None for a stored session."""
         self.refusal: str | None = None
-        """The reason for which the last call was refused or broken off: it could not be recorded. None if it was recorded."""
+        """Why the last call could not be recorded, and so was refused or broken off. None if it was recorded."""
         self.ended = False
         """True if the rollout ended while calls were in flight. Their clients get a 409 in place of the answer."""
         self.recorded = 0
