@@ -50,9 +50,10 @@ def at_temperature(logprob: float, known: Sequence[float], temperature: float) -
 
     `known`: log-probabilities of the `ALTERNATIVES` most likely tokens and of the token itself.
 
-    The result is log(p) / T - log(sum of p_v^(1/T) over all tokens v of the vocabulary). The terms of the unknown tokens
-    have only bounds: together these tokens have the remaining probability, and none is more likely than the last of the
-    `ALTERNATIVES` most likely tokens. Return the middle of the bounds, or NaN if they are more than 0.001 nats apart.
+    The result is log(p) / T - log(sum of p_v^(1/T) over all tokens v of the vocabulary). The part of the sum for the
+    unknown tokens has only bounds: together these tokens have the remaining probability, and none is more likely than
+    the last of the `ALTERNATIVES` most likely tokens. Return the middle of the bounds, or NaN if they are more than
+    0.001 nats apart.
     """
     power = 1.0 / temperature
     probabilities = [exp(value) for value in known]

@@ -104,7 +104,7 @@ class AnsweredCall:
     """The engine that sampled the answer, as in `CallRecord`."""
     config: PromptConfig
     reasoning: tuple[str, ...]
-    """The first characters of each reasoning text, of this answer and of earlier answers: enough to recognise it."""
+    """Beginnings of the reasoning texts of this answer and of earlier answers, by which the texts are recognised."""
 
     @property
     def size(self) -> int:
