@@ -1,4 +1,4 @@
-"""The token sequence of a trace: assembled from its calls, joined with its parents, compared and checked.
+"""The token sequence of a trace: assembled from its calls, joined with its parent traces, compared and checked.
 
 `find_problem` is the one check that a trace matches its calls: builders and the store call it. Its first part,
 `find_layout_problem`, needs no calls, so that readers of exported rows can use it.
@@ -292,6 +292,6 @@ def is_any(ids: TokenIds, wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
 def _same_short(one: npt.NDArray[np.integer], other: npt.NDArray[np.integer]) -> bool:
     """Return whether two sequences of equal length are short and equal.
 
-    Their bytes are compared, which is several times faster for short sequences.
+    Short sequences are compared as bytes, which is several times faster than a comparison of the arrays.
     """
     return len(one) <= _COMPARE_AT_ONCE and one.tobytes() == other.tobytes()

@@ -48,7 +48,7 @@ class Scenario:
     second: tuple[Step, ...] = ()
     """Steps of a second user turn, in a second start of the program with the same home and workspace."""
     faults: tuple[FaultKind, ...] = ()
-    """Faults, each in a step of its own: a fault occurs at the first request for its step. If a run ends before the
+    """Each fault has its own step, and occurs at the first request for this step. If a run ends before the fault's
     step, the fault is tried in another run."""
     fills_context: bool = False
     """True if the context is reported as full from the second step on, until the harness requests a summary. The number

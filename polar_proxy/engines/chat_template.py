@@ -1,7 +1,7 @@
 """Render a model's chat template in this process, as Transformers and vLLM do.
 
-`ModelFiles` are the template, special tokens and tokenizer of a model's folder. A server may use other files than
-these. `local_rendering.py` finds out whether a server does: it compares renderings made here with the server's.
+`ModelFiles` are the template, special tokens and tokenizer of a model's folder. A server may use other files.
+To notice this, `local_rendering.py` compares renderings made here with the server's.
 """
 
 from __future__ import annotations

@@ -48,10 +48,12 @@ def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobM
 def at_temperature(logprob: float, known: Sequence[float], temperature: float) -> float:
     """Return the log-probability of a token at a temperature, from log-probabilities at temperature 1.
 
-    `known`: log-probabilities of the `ALTERNATIVES` most likely tokens and of the token itself. With a = 1 / T the
-    result is a log p - log sum_v p_v^a, where v runs over the whole vocabulary. For the unknown tokens this sum has
-    only bounds: together these tokens have the remaining probability, and none is more likely than the last of the
-    `ALTERNATIVES` most likely tokens. Return the middle of the bounds, or NaN if they are more than 0.001 nats apart.
+    `known`: log-probabilities of the `ALTERNATIVES` most likely tokens and of the token itself.
+
+    The result is log(p) / T - log(sum of p_v^(1/T) over all tokens v of the vocabulary). The part of the sum for the
+    unknown tokens has only bounds: together these tokens have the remaining probability, and none is more likely than
+    the last of the `ALTERNATIVES` most likely tokens. Return the middle of the bounds, or NaN if they are more than
+    0.001 nats apart.
     """
     power = 1.0 / temperature
     probabilities = [exp(value) for value in known]

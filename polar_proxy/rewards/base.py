@@ -209,7 +209,7 @@ async def patched_workspace(sandboxes: SandboxFactory, work: EvaluationInput) ->
 
 
 def patched_files(patch: str) -> tuple[str, ...]:
-    """Return the paths that a benchmark's own git diff touches, old and new names, in order.
+    """Return the paths in a benchmark's own git diff, in order. A renamed file counts with both names.
 
     Do not use it for an agent's patch, whose text may be made to mislead: see `patches.changed_paths`.
     """

@@ -282,7 +282,7 @@ class StageLimits:
 
     @property
     def at_work(self) -> int:
-        """Number of rollouts in a stage of this process, or waiting for the stage `running` or `scoring`."""
+        """Number of rollouts that this process is preparing, running or scoring, or that wait to be run or scored."""
         later = (self.running, self.scoring)
         return self.preparing.inside + sum(limiter.inside + limiter.waiting for limiter in later)
 

@@ -2,8 +2,8 @@
 
 `decide` finds the edge and the parent of a call. The first of these cases that applies decides:
 
-1. The call repeats an earlier request: it `retries` that request, or is a second sample with the edge and parent of
-   the earlier call.
+1. The call repeats the request of an earlier call. It either `retries` the earlier call, or is a second sample and
+   gets the same edge and parent.
 2. A rule recognises the call as a side call.
 3. The call's messages extend the messages and answer of an earlier call (`continues`), or only the messages of that
    call (`rewinds`).
@@ -12,8 +12,8 @@
 5. The call extends no earlier call. If it repeats a sampled answer or quotes a summary, it `continues` or `compacts`;
    otherwise it is a `subagent` or a `root`.
 
-A decision is `ambiguous` if another edge or parent was possible as well. The rule that decided (of `rules.py` or
-`lineage_reasons.py`) is recorded.
+A decision is `ambiguous` if another edge or parent was possible as well. The name of the deciding rule, which is
+from `rules.py` or `lineage_reasons.py`, is recorded.
 
 `find_base` finds the base: the answer whose exact tokens the prompt may begin with. The base need not be the parent's
 answer: the parent of a rewind is the call whose answer was taken back, and the base is the answer before that.
@@ -44,7 +44,7 @@ from polar_proxy.types import ANSWERED, Edge, Message
 _MIN_EVIDENCE = 40
 """An assistant turn of fewer characters may occur in two unrelated conversations."""
 _OPENING = 20_000
-"""Number of characters at the beginning of each of the first messages that are searched for quotes."""
+"""The search for quotes reads at most this many characters of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +237,12 @@ def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decisio
 def _answered_in_this_run(
     index: CallIndex, query: PlacementQuery, same: Sequence[CallNode], window: float
 ) -> CallNode | None:
-    """Return the newest call in `same`, the earlier calls with an equal request, if this request probably repeats
-    that call; else None.
-    Three conditions must hold. The newest call ended less than `window` seconds ago. No call in `same` was continued.
-    The request comes from the agent run that made these calls: the request contains tool call ids, which no two runs
-    share, or it has an assistant turn and the session has only one thread.
+    """Return the newest call in `same` if the request probably repeats this call, else None.
+
+    `same`: the earlier calls whose requests equal this one. Three conditions must hold. The newest call ended less than
+    `window` seconds ago. No call in `same` was continued. The request comes from the agent run that made these calls:
+    the request contains tool call ids, which no two runs share, or it has an assistant turn and the session has only
+    one thread.
     """
     turns = query.chain.turns
     in_one_run = any(turn.ids for turn in turns) or (turns and _single_thread(index))
@@ -306,7 +307,7 @@ def _summary_follows(query: PlacementQuery, same: int) -> bool:
 
 
 def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, request_end: int) -> Decision:
-    """Return the decision for a request that contains the conversation of earlier calls, but not their answer."""
+    """Return the decision for a request that extends the messages of earlier calls, but lacks their full answers."""
     ids_chain = query.chain.ids_chain(request_end)
     left = [node for node in candidates if node.ids_chain == ids_chain] or list(candidates)
     rest = query.messages[request_end:]

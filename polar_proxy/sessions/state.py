@@ -104,7 +104,7 @@ class AnsweredCall:
     """The engine that sampled the answer, as in `CallRecord`."""
     config: PromptConfig
     reasoning: tuple[str, ...]
-    """The first characters of each reasoning text, of this answer and of earlier answers: enough to recognise it."""
+    """Beginnings of the reasoning texts of this answer and of earlier answers, by which the texts are recognised."""
 
     @property
     def size(self) -> int:
@@ -227,7 +227,7 @@ class SessionState:
         self.unstored_key: bytes | None = None
         """The hash of the session's key until the session is stored; None for a stored session."""
         self.refusal: str | None = None
-        """Why the last call could not be recorded. This call was refused, or broken off if its answer had begun."""
+        """Why the last call could not be recorded, and so was refused or broken off. None if it was recorded."""
         self.ended = False
         """True if the rollout ended while calls were in flight. Their clients get a 409 in place of the answer."""
         self.recorded = 0
@@ -390,7 +390,7 @@ class SessionState:
 
     @property
     def weight(self) -> int:
-        """Memory of this state, counted in calls as in the setting `gateway.calls_in_memory`."""
+        """The session's share of `gateway.calls_in_memory`: the number of its calls, and 2 for the session itself."""
         return 2 + len(self._index.by_id)
 
     @property

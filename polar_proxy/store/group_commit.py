@@ -158,7 +158,7 @@ class GroupCommit:
             _resolve(future, record, rows.refused.get(position))
 
     def _write(self, connection: Connection, rows: RowBatch) -> RowBatch:
-        """Insert the rows and return them: `Database.write_in_thread` returns nothing but the result of this method."""
+        """Insert the rows. Return them, because the caller of `Database.write_in_thread` gets only this result."""
         for statement, values in (
             (self._insert_engines, [rows.engines[key] for key in sorted(rows.engines)]),
             (self._insert_settings, [rows.settings[key] for key in sorted(rows.settings)]),
@@ -178,9 +178,9 @@ class GroupCommit:
     def _settle_open_calls(self, connection: Connection, call_ids: set[str]) -> None:
         """Delete the announcements (rows of `open_calls`) of committed calls, in the transaction of the commit.
 
-        The end of a session removes the session's remaining announcements, so a committed call that has no announcement
-        is late. If the rollout of a late call has ended, the call is excluded from the traces. If the call also belongs
-        to the rollout's last attempt, the rollout becomes incomplete.
+        The end of a session removes the announcements that the session still has. So a call without an announcement is
+        late: its session has ended. If the rollout of a late call has ended, too, the call is excluded from the traces.
+        If the call also belongs to the rollout's last attempt, the rollout becomes incomplete.
         """
         deleted = delete(schema.open_calls).where(_o.call_id.in_(call_ids)).returning(_o.call_id)
         late = call_ids - set(connection.scalars(deleted))

@@ -82,7 +82,7 @@ def _formula(rng: random.Random) -> Formula:
 
 
 def _broken(rng: random.Random, right: Formula) -> Formula:
-    """Return a formula with another first operator, another value, or both. Nearly all of its results are wrong."""
+    """Return `right` with its `op1`, its `value` or both changed. Nearly all results of this formula are wrong."""
     wrong = replace(right, value=rng.randrange(11, 100)) if rng.random() < 0.6 else right
     if wrong == right or rng.random() < 0.4:
         wrong = replace(wrong, op1=rng.choice([op for op in "+-*%" if op != right.op1]))

@@ -204,8 +204,8 @@ def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord], resc
 
 
 def _scored_at(sampling: AnswerSampling, rescored: bool) -> float | None:
-    """Return the temperature at which an engine must score an answer to get values that compare with the recorded
-    log-probabilities.
+    """Return the temperature at which an engine must score an answer, so that its values are comparable to the
+    recorded log-probabilities.
 
     None if the recorded log-probabilities are from a distribution that an engine cannot score, as with top_p or
     temperature 0."""

@@ -171,7 +171,7 @@ class WatchedRollout:
 
 
 class JobProgressView:
-    """The progress of `polar watch`: a live view on a terminal, else one line for each event with its time."""
+    """The progress of `polar watch`: a live view on a terminal, else a line for each event, with the event's time."""
 
     def __init__(self, rollouts: Sequence[Rollout], *, quiet: bool) -> None:
         self._quiet = quiet

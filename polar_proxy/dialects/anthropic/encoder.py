@@ -19,8 +19,8 @@ nothing is lost.
 
 Claude Code acts on the text of two errors: it compacts the conversation when a 400 begins with `prompt is too long`,
 and requests fewer tokens after `input length and max_tokens exceed context limit`. Engines word the two errors
-differently, and give both the code `context_length_exceeded`. If an agent that requests too many tokens were told that
-its prompt is too long, the agent would compact a conversation that fits.
+differently, and give both the code `context_length_exceeded`. An agent that only requests too many tokens must not be
+told that its prompt is too long: it would compact a conversation that fits.
 Source: https://docs.anthropic.com/en/api/errors
 """
 

@@ -280,7 +280,7 @@ def _data(part: Part, path: str) -> list[Json]:
 
 
 def _media(url: str, mime: str) -> Json:
-    """Return the content part in which OpenAI-compatible engines accept this kind of data."""
+    """Return the content part of OpenAI's chat format for data of the MIME type `mime` at `url`."""
     kind = mime.partition("/")[0]
     if kind in ("image", "audio", "video"):
         return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}

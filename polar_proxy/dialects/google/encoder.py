@@ -4,9 +4,9 @@
   ended.
 * Reasoning is sent as a thought part if the client asked for thoughts. In any case, the signature of the next part that
   is not a thought holds the reasoning, too. The signature of the first tool call holds all reasoning so far, because
-  the first call is where Google's own API puts a signature. In a stream, the signature of the text is on the text's
-  first piece, because Gemini CLI appends the text of later pieces to the first and drops all other fields of the later
-  pieces. Reasoning after the last part goes into the signature of an additional empty text part.
+  the first call is where Google's own API puts a signature. In a stream, the first piece of a text has the text's
+  signature, because Gemini CLI keeps only the text of all later pieces. Reasoning after the last part goes into the
+  signature of an additional empty text part.
 * `args` must be a JSON object. Other arguments (such as `[1]`, or JSON that is broken or cut short) reach the agent as
   the text `name(arguments)`, letter for letter, and never as an empty object; the signature restores the tool call when
   the text comes back. Empty arguments of a finished tool call mean `{}`.

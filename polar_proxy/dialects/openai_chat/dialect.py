@@ -99,8 +99,8 @@ class OpenAIChat(OpenAIDialect):
 def _parse_messages(raw: list[Any], previous: ParsedRequest | None) -> tuple[tuple[Message, ...], tuple[bytes, ...]]:
     """Return the messages and their bytes to store.
 
-    An agent sends its whole conversation with every request. The messages at the start whose bytes are the same as in
-    `previous` are taken from it and not parsed again.
+    An agent sends its whole conversation with every request. So the messages at the beginning that equal those of
+    `previous`, byte for byte, are not parsed again.
     """
     request = None if previous is None else previous.requests[0]
     known: tuple[Message, ...] = ()

@@ -1,9 +1,9 @@
 """verl: convert rows to the outputs of an agent loop, make a dataset with one prompt for each group, and return the
 recorded rollouts of a group to verl's trainer.
 
-verl's trainer repeats a prompt `rollout.n` times and calls the agent loop with `session_id` 0 .. n - 1. The loop may
-return several outputs, one for each trace; the baseline counts the last output of each session. So row k of the dataset
-is one group, and session i is its i-th rollout.
+verl's trainer repeats a prompt `rollout.n` times and calls the agent loop with `session_id` 0 .. n - 1. So row k of the
+dataset is one group, and session i is its i-th rollout. The loop may return several outputs, one for each trace. The
+trainer's baseline counts only the last output of each session.
 
 Source: verl 0.9.1, `experimental/agent_loop/agent_loop.py` (AgentLoopOutput), `trainer/ppo/v1/agent_loop_tq.py`,
 `utils/dataset/rl_dataset.py`.

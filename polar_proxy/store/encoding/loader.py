@@ -168,7 +168,7 @@ class CallLoader:
             messages = self._conversation(row.messages_node)
             if len(messages) != row.message_count:
                 raise StoreError(
-                    f"A call has {row.message_count} messages and {len(messages)} are stored: the database is damaged"
+                    f"A call has {row.message_count} messages, but {len(messages)} are stored: the database is damaged"
                 )
             tools = None if row.tools_node is None else self._content(row.tools_node, b"")
             fingerprint = row.fingerprint

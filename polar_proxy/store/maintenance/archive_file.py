@@ -30,7 +30,7 @@ class UnpackedArchive:
     artifacts: frozenset[str]
     """The hashes of the artifacts. Their files lie in the same folders, under the same names, as in a store."""
     unpacked_limit: int
-    """Maximum total size in bytes to which the compressed values of the database may unpack."""
+    """Maximum total size in bytes of the unpacked values of the database, which are stored compressed."""
 
 
 def artifact_member(sha256: str) -> str:
@@ -92,4 +92,4 @@ def _extract(file: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, fold
             digest.update(chunk)
             out.write(chunk)
     if (found := _ARTIFACT.fullmatch(member.filename)) and digest.hexdigest() != found[2]:
-        raise StoreError(f"{file} is damaged: {member.filename} has content with another SHA-256 than its name")
+        raise StoreError(f"{file} is damaged: the content of {member.filename} does not match its name, a SHA-256")

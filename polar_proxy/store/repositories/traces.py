@@ -315,7 +315,7 @@ def _rescored(trace_id: str, loss_mask: Any, values: Logprobs) -> Logprobs:
     logprobs: Logprobs = np.full(loss_mask.size, np.nan, np.float32)
     if values.size != np.count_nonzero(loss_mask):
         raise StoreError(
-            f"The trace {trace_id} has {values.size} stored log-probabilities and "
+            f"The trace {trace_id} has {values.size} stored log-probabilities, but "
             f"{np.count_nonzero(loss_mask)} sampled tokens: the database is damaged"
         )
     logprobs[loss_mask == 1] = values

@@ -58,8 +58,8 @@ _select_runs = select(
         lines=func.coalesce(_of_run.with_only_columns(func.max(_l.position) + 1).scalar_subquery(), 0),
     )
 )
-"""Query for the rows of training runs. An index finds `updated_at`, `step` and `lines`, so that the query is fast for
-any number of lines."""
+"""Query for the rows of training runs. The database looks up `updated_at`, `step` and `lines` in an index, so a run
+with many lines is no slower."""
 
 
 class TrainingRepository(Repository):
