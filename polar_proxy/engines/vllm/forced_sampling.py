@@ -204,7 +204,7 @@ class ForcedSampling:
     async def force_tags(self, tags: Sequence[tuple[str, str]], conversation: Conversation) -> list[ForcedAnswer]:
         """Sample one answer for each pair in `tags`. In the answer, the tags enclose a letter as the reasoning.
 
-        Returns only the answers in which the server really sampled the tags and the letter.
+        Returns only the answers whose tokens the server really sampled.
         """
 
         async def force(start: str, end: str) -> ForcedAnswer | None:
