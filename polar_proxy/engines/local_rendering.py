@@ -47,8 +47,11 @@ _CONVERSATION = (
     Message("assistant", "It is 1 2 3.", reasoning="I see."),
     Message("user", "Again."),
 )
-"""A test conversation of six messages. At the start, its first two, its first four and all six are rendered here and by
-the server. The results must be equal. A rendering that the template refuses here must also fail at the server."""
+"""A test conversation of six messages.
+
+At the start, its first two messages, its first four messages and the whole conversation are rendered, both here and by
+the server. The results must be equal. If the template refuses a rendering here, it must also fail at the server.
+"""
 
 Rendering = TypeVar("Rendering", list[int], str)
 Render = Callable[..., Awaitable[Rendering]]

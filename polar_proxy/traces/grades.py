@@ -176,8 +176,8 @@ def in_start_order(calls: Sequence[CallRecord]) -> list[CallRecord]:
 def _superseded_attempts(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[str]:
     """Return the ids of answered calls that the agent discarded when it retried their request.
 
-    An attempt is kept if another call continues from it. If no call continues from any attempt at a request, the last
-    attempt that is not in `excluded` is kept.
+    An attempt is kept if it is the parent of a call that is not a retry. If no attempt at a request is such a parent,
+    the last attempt that is not in `excluded` is kept.
     """
     first: dict[str, str] = {}
     attempts: dict[str, list[str]] = {}
