@@ -47,8 +47,8 @@ def completions(
 
     The lists are `prompt_ids`, `completion_ids`, `logprobs` (as recorded), `env_mask` (1 = sampled and trained),
     `reward` (TRL leaves a reward of None out of the baseline) and `trace_id`. Raise RowError if a rollout has several
-    sequences and `several` is "refuse", if the group does not have `generations` rollouts, or if a row was sampled at
-    another temperature than `temperature`, the trainer's.
+    sequences and `several` is "refuse", if the group does not have `generations` rollouts, or if a row was not
+    sampled at the trainer's `temperature`.
     """
     read = [read_training_row(row) for row in rows]
     for row in read:
