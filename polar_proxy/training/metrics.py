@@ -176,7 +176,7 @@ class StepTimer:
     """Measures the wall time of each step, and for how much of it the engine was busy. Evaluations are left out."""
 
     def __init__(self, engine_busy_seconds: Callable[[], float] | None) -> None:
-        """`engine_busy_seconds` returns the total time in which the engine had a call. Pass None to leave it out."""
+        """`engine_busy_seconds` returns the total time in which the engine had a call; None: not measured."""
         self._engine_busy_seconds = engine_busy_seconds
         self._wall_start, self._busy_start = time.monotonic(), self._busy()
 
