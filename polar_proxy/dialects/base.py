@@ -278,7 +278,7 @@ class References(NamedTuple):
     calls: frozenset[str] = frozenset()
     """Calls whose messages and answers are needed."""
     answers: frozenset[str] = frozenset()
-    """Calls whose answers are needed, but not their messages."""
+    """Calls of which only the answers are needed."""
 
     @property
     def all(self) -> frozenset[str]:
