@@ -85,7 +85,7 @@ class LocalRenderer(Generic[Rendering]):
     ) -> LocalRenderer[Rendering] | None:
         """Return a renderer with the `MessageForm` that gives the server's renderings of the test conversation.
 
-        Returns None if no form does.
+        Returns None if no form gives equal renderings.
         """
         requests = [ChatRequest("", _CONVERSATION[:end], tools=tools) for end in (2, 4, 6) for tools in ((), (_TOOL,))]
         expected = [await _unless_refused(server_render(request)) for request in requests]
