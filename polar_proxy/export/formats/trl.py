@@ -36,8 +36,8 @@ from polar_proxy.types import Json
 SequencePolicy = Literal["refuse", "longest"]
 """Treatment of a rollout with several sequences by a trainer that takes one sequence per rollout.
 
-refuse: raise RowError for the whole group. longest: train the sequence with the most sampled tokens (the first one, if
-several have as many), and count the others as left out."""
+refuse: raise RowError for the whole group. longest: train the sequence with the most sampled tokens, and
+count the others as left out. If several sequences have the most tokens, train the first of these."""
 
 
 def completions(
