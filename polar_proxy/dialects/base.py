@@ -246,8 +246,8 @@ class ParsedRequest:
     provider_tools: tuple[str, ...] = ()
     """The tools that the request wants the provider itself to run, such as a web search. They are not in `requests`."""
     own_encoder: Callable[..., Encoder] | None = field(default=None, compare=False, repr=False)
-    """Makes an encoder for Polar's own answers, if `encoder` only forwards a provider's bytes. It is None in all
-    other cases, and if Polar could not parse the request."""
+    """Makes an encoder for Polar's own answers. Set only if `encoder` just forwards a provider's bytes, and if Polar
+    could parse the request; otherwise None."""
     missing_history: bool = False
     """True if only the provider has the beginning of the conversation, so that `messages` lacks it."""
     provider_conversation: str | None = None

@@ -106,8 +106,9 @@ class LocalRenderer(Generic[Rendering]):
     async def matches_server(self, requests: Sequence[ChatRequest]) -> bool:
         """Return whether this process renders these requests as the server does.
 
-        All requests must have the same tools and template options. If an earlier comparison had them too, return its
-        result; otherwise compare the last request. A conversation with an unusual role never matches.
+        All requests must have the same tools and template options. If Polar already compared a request with the
+        same tools and options, return that result; otherwise compare the last request. A conversation with an unusual
+        role never matches.
         """
         if not all(message.role in _ROLES for request in requests for message in request.messages):
             return False

@@ -74,8 +74,8 @@ NORMAL_95 = 1.96
 
 def reward_stats(rewards: Sequence[float]) -> Json:
     """Return the mean reward, half the width of its 95 % interval (normal approximation), the number of rewards, and
-    the share of rewards that are at least 1. Without rewards, the mean, the width and the
-    share are None. With a single reward, only the width is None."""
+    the share of rewards that are at least 1. Without rewards, the mean, the width and the share
+    are None. With a single reward, only the width is None."""
     n = len(rewards)
     if n == 0:
         return {"reward": None, "reward_interval": None, "scored": 0, "solved_share": None}
