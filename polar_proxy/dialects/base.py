@@ -246,8 +246,8 @@ class ParsedRequest:
     provider_tools: tuple[str, ...] = ()
     """The tools that the request wants the provider itself to run, such as a web search. They are not in `requests`."""
     own_encoder: Callable[..., Encoder] | None = field(default=None, compare=False, repr=False)
-    """Makes an encoder for Polar's own answers, if `encoder` only forwards a provider's bytes. None for any other
-    request, and if Polar could not parse the request."""
+    """Makes an encoder for Polar's own answers. Set only if `encoder` just forwards a provider's bytes, and if Polar
+    could parse the request; otherwise None."""
     missing_history: bool = False
     """True if only the provider has the beginning of the conversation, so that `messages` lacks it."""
     provider_conversation: str | None = None
@@ -278,7 +278,7 @@ class References(NamedTuple):
     calls: frozenset[str] = frozenset()
     """Calls whose messages and answers are needed."""
     answers: frozenset[str] = frozenset()
-    """Calls whose answers are needed, but not their messages."""
+    """Calls of which only the answers are needed."""
 
     @property
     def all(self) -> frozenset[str]:

@@ -47,8 +47,11 @@ _CONVERSATION = (
     Message("assistant", "It is 1 2 3.", reasoning="I see."),
     Message("user", "Again."),
 )
-"""A test conversation of six messages. At the start, its first two, its first four and all six are rendered here and by
-the server. The results must be equal. A rendering that the template refuses here must also fail at the server."""
+"""A test conversation of six messages.
+
+At the start, its first two messages, its first four messages and the whole conversation are rendered, both here and by
+the server. The results must be equal. If the template refuses a rendering here, it must also fail at the server.
+"""
 
 Rendering = TypeVar("Rendering", list[int], str)
 Render = Callable[..., Awaitable[Rendering]]
@@ -82,7 +85,7 @@ class LocalRenderer(Generic[Rendering]):
     ) -> LocalRenderer[Rendering] | None:
         """Return a renderer with the `MessageForm` that gives the server's renderings of the test conversation.
 
-        Returns None if no form does.
+        Returns None if no form gives equal renderings.
         """
         requests = [ChatRequest("", _CONVERSATION[:end], tools=tools) for end in (2, 4, 6) for tools in ((), (_TOOL,))]
         expected = [await _unless_refused(server_render(request)) for request in requests]
@@ -103,8 +106,9 @@ class LocalRenderer(Generic[Rendering]):
     async def matches_server(self, requests: Sequence[ChatRequest]) -> bool:
         """Return whether this process renders these requests as the server does.
 
-        All requests must have the same tools and template options. If a request with these was compared before, its
-        result is returned; otherwise the last request is compared. A conversation with an unusual role never matches.
+        All requests must have the same tools and template options. If Polar already compared a request with the
+        same tools and options, return that result; otherwise compare the last request. A conversation with an unusual
+        role never matches.
         """
         if not all(message.role in _ROLES for request in requests for message in request.messages):
             return False

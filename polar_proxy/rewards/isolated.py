@@ -88,7 +88,9 @@ def plan_unittest(command: Sequence[str]) -> TestPlan | None:
 def plan_pytest(command: Sequence[str]) -> TestPlan | None:
     """Return the plan by which Polar's runner runs the tests of a command ``python -m pytest FILE ...``.
 
-    Return None for any other command, and if an option is not known here: it may need pytest's own process."""
+    Return None for any other command. An option that is not known here may need pytest's own process, so a command with
+    such an option also gives None.
+    """
     python, *rest = command
     if rest[:2] != ["-m", "pytest"] or not _PYTHON.fullmatch(python):
         return None

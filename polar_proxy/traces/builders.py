@@ -62,10 +62,10 @@ def build(
     """Build and validate the traces of a session's calls.
 
     `on_drift` decides what `merged` does with a drifted call (see `drift.py`). `split` opens a new trace for it.
-    `canonical` joins it to the trace of its base, the call whose answer it continues: the context between the two
-    answers is taken from the drifted call's own prompt. If no clean join exists, `canonical` splits, and the drift
-    event has the reason. `rescore` makes the same traces as `canonical`; `scoring.rescore` then replaces their
-    log-probabilities. Raise UsageError for an unknown builder or drift policy.
+    A drifted call continues the answer of an earlier call, its base. `canonical` joins the drifted call to the trace
+    of the base: the context between the two answers is taken from the drifted call's own prompt. If no clean join
+    exists, `canonical` splits, and the drift event has the reason. `rescore` makes the same traces as `canonical`;
+    `scoring.rescore` then replaces their log-probabilities. Raise UsageError for an unknown builder or drift policy.
     """
     if builder not in BUILDERS:
         raise UsageError(f"There is no builder {builder!r}: choose {', '.join(BUILDERS)}.")

@@ -119,7 +119,7 @@ class DistributionNotes:
 
 
 def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
-    """Return whether the weights changed during an answer, and it is not known at which token.
+    """Return whether the weights changed at an unknown token of an answer.
 
     `versions`: the policy versions that sampled the answer, each with its first token position. If the place of the
     change is unknown, there is one entry, with the version "A..B": A was loaded before the answer, and B after it.
@@ -176,8 +176,8 @@ def in_start_order(calls: Sequence[CallRecord]) -> list[CallRecord]:
 def _superseded_attempts(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[str]:
     """Return the ids of answered calls that the agent discarded when it retried their request.
 
-    Every attempt at a request to which a later call refers is kept. If later calls refer to none of the attempts, the
-    last attempt is kept.
+    Calls in `excluded` do not count as attempts. An attempt is kept if it is the parent of a call that is not a retry.
+    If a request has no such attempt, its last attempt is kept.
     """
     first: dict[str, str] = {}
     attempts: dict[str, list[str]] = {}

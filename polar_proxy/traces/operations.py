@@ -28,7 +28,7 @@ STORED_BUILDER = "merged"
 request. If the traces of `per_call` were stored too, they alone would be a third of a rollout's size."""
 
 SUPERSEDED = "superseded_attempt"
-"""The reason for excluding the calls of an attempt that another attempt followed: only the last attempt counts."""
+"""The reason for excluding the calls of a rollout's earlier attempts: only the last attempt counts."""
 
 _PAGE = 500
 

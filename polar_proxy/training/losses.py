@@ -133,7 +133,7 @@ def cispo(batch: LossInputs, *, min_ratio: float = 0.0, max_ratio: float = 5.0) 
 def minpro(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> tuple[Tensor, LossStats]:
     """MinPRO: weigh a token by r_t times the smallest earlier ratio, because the ratio of the whole prefix can explode.
 
-    q_t = min_{j < t} r_j * r_t (for the first token, r_t);
+    q_t = r_t * min_{j < t} r_j (for the first token, r_t);
     L = -sum_t w_t sg(clip(q_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta(t).
 
     In the source every token weighs the same (`aggregation="token"`). The prefix of a token consists of the sampled

@@ -74,7 +74,8 @@ NORMAL_95 = 1.96
 
 def reward_stats(rewards: Sequence[float]) -> Json:
     """Return the mean reward, half the width of its 95 % interval (normal approximation), the number of rewards, and
-    the share of rewards that are at least 1. A value is None if it needs more rewards than there are."""
+    the share of rewards that are at least 1. Without rewards, the mean, the width and the share
+    are None. With a single reward, only the width is None."""
     n = len(rewards)
     if n == 0:
         return {"reward": None, "reward_interval": None, "scored": 0, "solved_share": None}
@@ -176,7 +177,7 @@ class StepTimer:
     """Measures the wall time of each step, and for how much of it the engine was busy. Evaluations are left out."""
 
     def __init__(self, engine_busy_seconds: Callable[[], float] | None) -> None:
-        """`engine_busy_seconds` returns the total time in which the engine had a call. None if it is not measured."""
+        """`engine_busy_seconds` returns the total time in which the engine had a call; None: not measured."""
         self._engine_busy_seconds = engine_busy_seconds
         self._wall_start, self._busy_start = time.monotonic(), self._busy()
 

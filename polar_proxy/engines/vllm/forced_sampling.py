@@ -202,9 +202,9 @@ class ForcedSampling:
         return replace(answer, cut=True)
 
     async def force_tags(self, tags: Sequence[tuple[str, str]], conversation: Conversation) -> list[ForcedAnswer]:
-        """Sample one answer for each of these pairs of tags, with a letter as the reasoning between the tags.
+        """Sample one answer for each pair in `tags`. In the answer, the tags enclose a letter as the reasoning.
 
-        Returns only the answers in which the server really sampled these tokens.
+        Returns only the answers whose tokens the server really sampled.
         """
 
         async def force(start: str, end: str) -> ForcedAnswer | None:

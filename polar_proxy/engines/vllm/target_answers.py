@@ -50,7 +50,7 @@ _TO_STOP = 8
 """`max_tokens` is larger than a forced answer by this number, so that the server can end the answer by itself."""
 
 Render = Callable[[list[Json], bool], Awaitable[list[int]]]
-"""Renders messages and returns their token ids. If the flag is True, the tokens that open an answer are added."""
+"""Renders messages and returns their token ids. If the bool is True, adds the tokens that open an answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ from polar_proxy.types import Json
 SequencePolicy = Literal["refuse", "longest"]
 """Treatment of a rollout with several sequences by a trainer that takes one sequence per rollout.
 
-refuse: raise RowError for the whole group. longest: train the sequence with the most sampled tokens (the first one, if
-several have as many), and count the others as left out."""
+refuse: raise RowError for the whole group. longest: train the sequence with the most sampled tokens, and
+count the others as left out. If several sequences have the most tokens, train the first of these."""
 
 
 def completions(
@@ -47,8 +47,8 @@ def completions(
 
     The lists are `prompt_ids`, `completion_ids`, `logprobs` (as recorded), `env_mask` (1 = sampled and trained),
     `reward` (TRL leaves a reward of None out of the baseline) and `trace_id`. Raise RowError if a rollout has several
-    sequences and `several` is "refuse", if the group does not have `generations` rollouts, or if a row was sampled at
-    another temperature than `temperature`, the trainer's.
+    sequences and `several` is "refuse", if the group does not have `generations` rollouts, or if a row was not
+    sampled at the trainer's `temperature`.
     """
     read = [read_training_row(row) for row in rows]
     for row in read:

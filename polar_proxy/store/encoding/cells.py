@@ -131,8 +131,9 @@ def width(cell: bytes) -> int:
 def unpacked_size(cell: bytes) -> int | None:
     """Return how many bytes a cell of `CellCodec` unpacks to, from its header alone.
 
-    None for a deflated cell, whose header has no size; it unpacks to at most `MAX_DEFLATE_LENGTH` bytes. Raises
-    StoreError for a zstd frame without a size, or with a larger one than Polar writes."""
+    None for a deflated cell: its header has no size, and it unpacks to at most `MAX_DEFLATE_LENGTH` bytes. Raises
+    StoreError for a zstd frame that states no size, or a size above Polar's maximum.
+    """
     if len(cell) < 2:
         raise StoreError("A stored value is shorter than its header: the database is damaged")
     if cell[1] & DEFLATE:
