@@ -348,7 +348,7 @@ def make_config(*layers: Json) -> GrpoConfig:
 
 
 def _merge(first: Json, second: Json) -> Json:
-    """Merge two tables recursively; the second wins."""
+    """Merge two tables recursively. Where both have a value, the value from `second` is used."""
     merged = {**first, **second}
     for name in first.keys() & second.keys():
         if isinstance(first[name], dict) and isinstance(second[name], dict):

@@ -304,7 +304,7 @@ class ServerProbe:
     async def _renders(self, *, tools: bool) -> bool:
         """Return whether `VllmClient.render` gives the same prompt ids as the chat route for all test conversations.
 
-        A conversation that both refuse counts as equal. The conversation `USER` must be rendered.
+        A conversation that both routes refuse counts as equal, except `USER`, which must be rendered.
         """
 
         async def equal(messages: list[Json], **fields: Any) -> bool:
