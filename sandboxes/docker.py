@@ -87,8 +87,8 @@ class DockerSandbox(Sandbox):
         self._running: set[asyncio.Task[int]] = set()
         """Tasks, each of which follows a running command."""
         self._ending: set[asyncio.Task[None]] = set()
-        """Tasks, each of which ends a cancelled command. A task that failed stays here, and the next command raises its
-        error."""
+        """One task for each cancelled command that is being ended. If a task fails, it stays here, and every later
+        command raises its error."""
 
     # ------------------------------------------------------------ life cycle
 

@@ -198,7 +198,7 @@ class TaskRefusal:
 class TaskList:
     """A source with a fixed number of tasks. The seed of a task is its position in the list.
 
-    Refused tasks keep their position, so that no other task moves when one is corrected."""
+    Refused tasks keep their position, so that correcting a refused task moves no other task."""
 
     def __init__(self, name: str, entries: Sequence[Task | TaskRefusal]) -> None:
         self.name = name
