@@ -61,7 +61,7 @@ class VerifiedServer:
     adds_grammar: bool
     """True if a test showed that the chat route adds a grammar of its own to requests with tools."""
     model_path: str
-    """The folder of the model: the one that was given, or the folder or Hub name that the server reports."""
+    """The model's folder, if the user gave a folder. Otherwise the folder or Hub name that the server reports."""
 
 
 class ServerProbe:
