@@ -105,7 +105,7 @@ class FidelityRow:
     excluded: dict[str, int] = field(default_factory=dict)
     """Number of sampled tokens that are not trained, by reason."""
     scored: int = 0
-    """Number of trained tokens of one trace whose log-probabilities were computed again in a teacher-forced pass."""
+    """Number of tokens that a teacher-forced pass scored again: the trained tokens of one trace."""
     largest: float | None = None
     """The largest difference between a recorded log-probability and the new one (nats)."""
     differences: list[ExplainedDrift] = field(default_factory=list)

@@ -245,8 +245,8 @@ class GrpoConfig(BaseModel):
             )
         if self.recomputes_proximal and self.processes > 1:
             raise ValueError(
-                'proximal = "sampler" needs older weights, which several processes do not keep: leave out `processes`, '
-                'or set `proximal` to "start", "recorded" or "interpolated"'
+                'proximal = "sampler" works only with a single process, because it loads older weights: leave out '
+                '`processes`, or set `proximal` to "start", "recorded" or "interpolated"'
             )
         if self.recomputes_proximal and self.sync_every % self.checkpoint_every:
             raise ValueError(
