@@ -225,8 +225,8 @@ class Supervisor:
 
     @property
     def programs_can_resist(self) -> bool:
-        """True in a bubblewrap sandbox without root. Programs inside then run as the same user as the processes that
-        would end them, so they can signal these processes."""
+        """True in a bubblewrap sandbox without root. Programs inside then run as the same user as the helper
+        processes that should end them, so they can stop or kill these helpers."""
         return self.init_pidfd >= 0 and self.identity.uid is None
 
     def end_by_programs(self) -> None:
