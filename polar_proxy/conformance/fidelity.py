@@ -89,7 +89,8 @@ class FidelityRow:
     """Why the scenario could not be run, or that the harness made no model request."""
     calls: int = 0
     bases: int = 0
-    """Number of calls that have a base. Their messages extend its answer, but their tokens may differ."""
+    """Number of calls that have a base. The messages of such a call continue the base's conversation, but the tokens
+    may differ."""
     continued: int = 0
     drifted: int = 0
     """Number of calls whose prompt unintentionally differs from the sampled tokens. Each such call that is trained

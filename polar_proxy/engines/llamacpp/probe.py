@@ -181,8 +181,8 @@ async def _require_modes(client: LlamaCppClient, prompt: Sequence[int]) -> None:
             raise EngineError(f"{client.name} {error} {REFUSED}") from error
         if found != expected:
             raise EngineError(
-                f"{client.name} must return {expected} log-probabilities for `post_sampling_probs: "
-                f"{str(post).lower()}`, but returns {found} log-probabilities: update llama.cpp. {REFUSED}"
+                f"{client.name} returns {found} log-probabilities for `post_sampling_probs: {str(post).lower()}`, "
+                f"but should return {expected} log-probabilities: update llama.cpp. {REFUSED}"
             )
 
 
