@@ -217,8 +217,8 @@ class GrpoConfig(BaseModel):
             raise ValueError("LoRA is trained by one process: leave out `lora`, or `processes`")
         if self.processes > 1 and self.loss == "bapo":
             raise ValueError(
-                "bapo chooses its clip bounds from all tokens of an update, so it is trained by one process: leave out "
-                "`processes`"
+                "the loss bapo works only with a single process, because it chooses its clip bounds from all tokens of "
+                "an update: leave out `processes`"
             )
         if self.processes > 1 and self.num_minibatches > 1:
             raise ValueError(
