@@ -197,7 +197,7 @@ class ServerProbe:
         """Return whether a chat with a JSON schema is accepted.
 
         vLLM applies a grammar only after the reasoning. If the model ends its reasoning with a token that the grammar
-        forbids (the tag of a tool call), the request fails with 500. So this chat has a `logit_bias` for `</think>`.
+        forbids (the tag of a tool call), the request fails with 500. So a bias makes the model write `</think>`.
         """
         ids = await unless_refused(self._client.encode(END_THINK)) or []
         bias = {"logit_bias": {str(ids[0]): 100}} if len(ids) == 1 else {}
