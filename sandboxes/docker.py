@@ -85,10 +85,10 @@ class DockerSandbox(Sandbox):
         self.runtime = "runc"
         """Name of the runtime with which Docker runs the container, such as runc; known once the sandbox is open."""
         self._running: set[asyncio.Task[int]] = set()
-        """Tasks, each of which follows a running command."""
+        """One task for each running command. The task collects the command's output and its exit status."""
         self._ending: set[asyncio.Task[None]] = set()
-        """Tasks, each of which ends a cancelled command. A task that failed stays here, and the next command raises its
-        error."""
+        """One task for each cancelled command that is being ended. If a task fails, it stays here, and every later
+        command raises its error."""
 
     # ------------------------------------------------------------ life cycle
 

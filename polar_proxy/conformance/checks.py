@@ -349,8 +349,9 @@ def joined_retries(run: ScenarioRun) -> int:
 
 
 def _request_names(call: CallRecord) -> list[object]:
-    """Return one or two values: requests that share a value are the same. The first value is a hash of the call's
-    messages and tools. If the call has a fingerprint, the second value is the fingerprint with the tools."""
+    """Return one or two values that identify the call's request. If two calls share a value, their requests are the
+    same. The first value is a hash of the call's messages and tools. If the call has a fingerprint, the second value
+    is the fingerprint with the tools."""
     digest = hashlib.sha256()
     for message in call.messages:
         digest.update(orjson.dumps(_without_cache_marks(orjson.loads(message)), option=orjson.OPT_SORT_KEYS))

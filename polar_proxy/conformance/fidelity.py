@@ -89,7 +89,8 @@ class FidelityRow:
     """Why the scenario could not be run, or that the harness made no model request."""
     calls: int = 0
     bases: int = 0
-    """Number of calls that have a base. Their messages extend its answer, but their tokens may differ."""
+    """Number of calls that have a base. The messages of such a call continue the base's conversation, but the tokens
+    may differ."""
     continued: int = 0
     drifted: int = 0
     """Number of calls whose prompt unintentionally differs from the sampled tokens. Each such call that is trained
@@ -105,7 +106,7 @@ class FidelityRow:
     excluded: dict[str, int] = field(default_factory=dict)
     """Number of sampled tokens that are not trained, by reason."""
     scored: int = 0
-    """Number of trained tokens of one trace whose log-probabilities were computed again in a teacher-forced pass."""
+    """Number of tokens that a teacher-forced pass scored again: the trained tokens of one trace."""
     largest: float | None = None
     """The largest difference between a recorded log-probability and the new one (nats)."""
     differences: list[ExplainedDrift] = field(default_factory=list)

@@ -62,8 +62,8 @@ class OpenAIClient:
         headers: Mapping[str, str] = MappingProxyType({}),
         read_error: ErrorReader = api_error,
     ) -> None:
-        """`url` is the server's root, with or without `/v1`. `auth`: the name of the header that carries `api_key`, and
-        the text before the key in its value.
+        """`url` is the server's root, with or without `/v1`. `api_key` is sent in the header `auth[0]`, after the text
+        `auth[1]`.
 
         `keep_alive=False` opens a connection for each request. `headers` are sent with every request.
         """

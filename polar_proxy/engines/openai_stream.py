@@ -205,8 +205,8 @@ class ChunkDecoder:
                 pending.top.extend(map(_top, entries))
 
     def _check_ids(self, ids: Sequence[int], texts: Sequence[str]) -> None:
-        """Raise EngineError if the server sent two different ids for a token: one in `ids`, and another as `token_id:N`
-        in `texts`, the texts beside the log-probabilities."""
+        """Raise EngineError if the server sent two different ids for a token. A text in `texts` may be `token_id:N`.
+        Then N must be the token's id in `ids`."""
         if len(ids) == len(texts) and _ID_NAME not in "".join(texts):  # most servers send no ids here
             return
         for token_id, text in zip(ids, texts, strict=True):

@@ -79,9 +79,9 @@ async def save_base(sandbox: Sandbox, *, snapshot: bool) -> BaseTree:
 
 
 async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | None]:
-    """End the agent's processes, and return (the agent's changes since `base` as a binary diff, None).
+    """End the agent's processes, and return the agent's changes since `base` as a binary diff, with None.
 
-    If the changes are too large or cannot be read, return (an empty diff, the reason)."""
+    If the changes are too large or cannot be read, return an empty diff, with the reason."""
     try:
         with contextlib.closing(await sandbox.read_tree()) as tree:
             return await asyncio.to_thread(_diff, tree, base), None

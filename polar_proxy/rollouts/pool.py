@@ -113,7 +113,7 @@ class SandboxPool:
     def expect(self, kind: SandboxKind, spec: SandboxSpec) -> None:
         """Open sandboxes of this specification in advance. Call it when a sandbox will be taken soon.
 
-        If the pool is full, the new sandboxes replace sandboxes of other specifications, longest-waiting first.
+        If the pool is full, sandboxes of other specifications are closed to make room, the oldest first.
         """
         self._fill(_key(kind, spec), kind, spec, asyncio.get_running_loop().time())
 

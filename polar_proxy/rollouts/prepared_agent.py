@@ -1,4 +1,4 @@
-"""An agent in its sandbox, ready to be started on the texts of its user."""
+"""An agent that is ready in its sandbox. Each text of the user starts the agent's program once."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ nothing by deceiving it. The command must not contain a secret, because the agen
 
 **Budgets.** When the budget of a session is spent, the gateway refuses further calls or answers them with a text that
 asks the agent to finish (`sessions/budget.py`). Most agents then end by themselves. An agent that still runs
-`GRACE_SECONDS` later is stopped. An agent that makes no call for longer than its budget allows is stopped at once.
+`GRACE_SECONDS` later is stopped. If the budget `max_idle_seconds` is spent, the idle agent is stopped at once.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ FORMS = (
 """The forms of all secrets except private keys, which have several lines."""
 _PIECE = 1 << 16
 _CUT = re.compile(r"(?<!earer)(?<!asic)(?<!\s)\s", re.IGNORECASE)
-"""White space that no secret of `FORMS` can contain. So a long text is cut before it without splitting a secret."""
+"""White space that no secret of `FORMS` can contain. Cutting a long text before such white space splits no secret."""
 
 
 def without_secrets(text: str) -> str:

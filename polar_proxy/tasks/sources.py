@@ -76,10 +76,10 @@ def load_tasks(
     """Return the requested tasks, and the refused tasks with reasons.
 
     A file, folder or function gives a list of tasks, some of which may be refused. A family or class makes a task from
-    any seed; the refusals are then None. With `instances`, the result has up to so many tasks, from number `seed`
-    (default 0) on, without refused tasks. With `seed` alone, the result is this task. With neither, the result is the
-    whole list, or task 0 of a family or class. Raises UsageError if the source or the task `seed` does not exist, or
-    if `seed` is given and all the requested tasks are refused.
+    any seed, and None is returned in place of the refused tasks. With `instances`, return at most `instances` tasks
+    that can be run, starting at number `seed` (default 0). With `seed` alone, return this one task. With neither,
+    return the whole list, or task 0 of a family or class. Raises UsageError if the source or the task `seed` does not
+    exist, or if `seed` is given and all the requested tasks are refused.
     """
     source = get_source(name, code)
     if isinstance(source, TaskList):
@@ -198,7 +198,7 @@ class TaskRefusal:
 class TaskList:
     """A source with a fixed number of tasks. The seed of a task is its position in the list.
 
-    Refused tasks keep their position, so that no other task moves when one is corrected."""
+    Refused tasks keep their position, so that correcting a refused task moves no other task."""
 
     def __init__(self, name: str, entries: Sequence[Task | TaskRefusal]) -> None:
         self.name = name

@@ -217,8 +217,8 @@ class GrpoConfig(BaseModel):
             raise ValueError("LoRA is trained by one process: leave out `lora`, or `processes`")
         if self.processes > 1 and self.loss == "bapo":
             raise ValueError(
-                "bapo chooses its clip bounds from all tokens of an update, so it is trained by one process: leave out "
-                "`processes`"
+                "the loss bapo works only with a single process, because it chooses its clip bounds from all tokens of "
+                "an update: leave out `processes`"
             )
         if self.processes > 1 and self.num_minibatches > 1:
             raise ValueError(
@@ -245,8 +245,8 @@ class GrpoConfig(BaseModel):
             )
         if self.recomputes_proximal and self.processes > 1:
             raise ValueError(
-                'proximal = "sampler" needs older weights, which several processes do not keep: leave out `processes`, '
-                'or set `proximal` to "start", "recorded" or "interpolated"'
+                'proximal = "sampler" works only with a single process, because it loads older weights: leave out '
+                '`processes`, or set `proximal` to "start", "recorded" or "interpolated"'
             )
         if self.recomputes_proximal and self.sync_every % self.checkpoint_every:
             raise ValueError(
@@ -348,7 +348,7 @@ def make_config(*layers: Json) -> GrpoConfig:
 
 
 def _merge(first: Json, second: Json) -> Json:
-    """Merge two tables recursively; the second wins."""
+    """Merge two tables recursively. Where both have a value, the value from `second` is used."""
     merged = {**first, **second}
     for name in first.keys() & second.keys():
         if isinstance(first[name], dict) and isinstance(second[name], dict):

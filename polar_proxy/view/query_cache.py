@@ -32,6 +32,6 @@ class QueryCache:
 
 
 def _retrieve_error(task: asyncio.Task[Any]) -> None:
-    """Retrieve the task's error. Otherwise asyncio logs it if all requests that waited for the task were cancelled."""
+    """Retrieve the task's error. If nobody does (all waiting requests were cancelled), asyncio logs the error."""
     if not task.cancelled():
         task.exception()

@@ -68,8 +68,8 @@ class Supervisor:
     def start_bwrap(self, argv: list[str]) -> int:
         """Start a sandbox in which bwrap runs `cat`, and return the pid of the sandbox's first process.
 
-        `cat` echoes a line, which shows that all mounts are made. `cat` also keeps the sandbox open until this process
-        ends, which closes the stdin of `cat`.
+        `cat` echoes a line, which shows that all mounts are made. `cat` also keeps the sandbox open. If the supervisor
+        ends, the stdin of `cat` is closed, and the sandbox ends.
         """
         stdin_read, self.cat_stdin = os.pipe()
         self.cat_stdout, stdout_write = os.pipe()
@@ -225,8 +225,8 @@ class Supervisor:
 
     @property
     def programs_can_resist(self) -> bool:
-        """True in a bubblewrap sandbox without root. Programs inside then run as the same user as the processes that
-        would end them, so they can signal these processes."""
+        """True in a bubblewrap sandbox without root. Programs inside then run as the same user as the helper
+        processes that should end them, so they can stop or kill these helpers."""
         return self.init_pidfd >= 0 and self.identity.uid is None
 
     def end_by_programs(self) -> None:

@@ -50,8 +50,8 @@ class LlamaServerModel:
     """The model's chat template; None if this process cannot compile it."""
     vocabulary: Vocabulary
     problem: str | None
-    """Why Polar cannot parse this model's tool calls; None if it can. With a problem, requests with tools are refused,
-    and no conversation is continued from exact tokens."""
+    """Why Polar cannot parse this model's tool calls; None if it can. If Polar cannot, it refuses requests with tools
+    and continues no conversation from exact tokens."""
 
 
 async def probe_server(client: LlamaCppClient, model: str | None) -> LlamaServerModel:
@@ -182,7 +182,7 @@ async def _require_modes(client: LlamaCppClient, prompt: Sequence[int]) -> None:
         if found != expected:
             raise EngineError(
                 f"{client.name} returns {found} log-probabilities for `post_sampling_probs: {str(post).lower()}`, "
-                f"not {expected} ones as it should: update llama.cpp. {REFUSED}"
+                f"but should return {expected} log-probabilities: update llama.cpp. {REFUSED}"
             )
 
 

@@ -61,8 +61,8 @@ class ChatTokenizer:
         return str(text)
 
     def _template_message(self, message: Message) -> Json:
-        """Return a message for the template. A developer message becomes a system message if the template does not know
-        the role `developer`, because the template would leave out a message of an unknown role."""
+        """Return a message for the template. A template leaves out messages of a role that it does not know. So if it
+        does not know the role `developer`, a developer message becomes a system message."""
         prepared = template_message(message)
         if message.role == "developer" and "developer" not in (self._template or ""):
             prepared["role"] = "system"

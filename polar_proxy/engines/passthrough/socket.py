@@ -1,4 +1,4 @@
-"""The WebSocket between Polar and a provider. For each WebSocket of an agent, Polar opens its own to the provider."""
+"""The WebSocket between Polar and a provider. For each WebSocket of an agent, Polar opens one to the provider."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class VerifiedServer:
     adds_grammar: bool
     """True if a test showed that the chat route adds a grammar of its own to requests with tools."""
     model_path: str
-    """The folder of the model: the one that was given, or the folder or Hub name that the server reports."""
+    """The model's folder, if the user gave a folder. Otherwise the folder or Hub name that the server reports."""
 
 
 class ServerProbe:
@@ -197,7 +197,7 @@ class ServerProbe:
         """Return whether a chat with a JSON schema is accepted.
 
         vLLM applies a grammar only after the reasoning. If the model ends its reasoning with a token that the grammar
-        forbids (the tag of a tool call), the request fails with 500. So a bias makes `</think>` end the reasoning.
+        forbids (the tag of a tool call), the request fails with 500. So a bias makes the model write `</think>`.
         """
         ids = await unless_refused(self._client.encode(END_THINK)) or []
         bias = {"logit_bias": {str(ids[0]): 100}} if len(ids) == 1 else {}
@@ -304,7 +304,7 @@ class ServerProbe:
     async def _renders(self, *, tools: bool) -> bool:
         """Return whether `VllmClient.render` gives the same prompt ids as the chat route for all test conversations.
 
-        A conversation that both refuse counts as equal. The conversation `USER` must be rendered.
+        A conversation that both routes refuse counts as equal, except `USER`, which must be rendered.
         """
 
         async def equal(messages: list[Json], **fields: Any) -> bool:
