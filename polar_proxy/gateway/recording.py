@@ -387,12 +387,13 @@ def _weight_version_of(answer: Answer, before: str | None, after: str | None) ->
     """Return the policy version of an answer: the last version of the first choice that has versions of its tokens.
 
     If no choice has them, compare the versions `before` and `after` sampling. If both are equal, return this version.
-    If they differ, return "A..B": the weights changed at an unknown token of the answer.
+    If they differ, return "A..B": the weights changed at an unknown token of the answer. Return None if the version
+    before sampling is unknown, for example because the call failed before it was sampled.
     """
     reported = [choice.versions[-1][1] for _, choice in answer.in_order if choice.versions]
     if reported:
         return reported[0]
-    return after if before == after else f"{before}..{after}"
+    return before if before is None or before == after else f"{before}..{after}"
 
 
 def _version_runs(choice: AnswerChoice, weight_version: str | None) -> tuple[tuple[int, str], ...]:

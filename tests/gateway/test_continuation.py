@@ -465,6 +465,23 @@ async def test_an_engine_that_dies_after_its_answer_loses_no_call(serve: Serve, 
     assert (call.status, call.weight_version) == ("ok", "7")
 
 
+async def test_a_call_that_failed_before_its_version_was_known_has_no_version(serve: Serve, store: Store) -> None:
+    class Recovering(ScriptedEngine):
+        asked = 0
+
+        async def weight_version(self) -> str | None:
+            self.asked += 1
+            if self.asked == 1:
+                raise EngineError("The engine is gone.")
+            return "7"
+
+    async with serve(Recovering()) as gateway, client(gateway.url) as http:
+        answer = await http.post("/chat/completions", json={"model": "m", "messages": [user("one")]})
+    assert answer.status_code == 502
+    (call,) = await recorded_calls(store)
+    assert (call.status, call.weight_version) == ("upstream_error", None)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_thinking_that_an_anthropic_client_never_saw_stays_in_the_prompt(
     serve: Serve, store: Store, stream: bool
