@@ -117,7 +117,7 @@ async def test_verify_reports_every_kind_of_damage(store: Store) -> None:
         (r"calls .*cannot be|calls .*damaged", update(schema.completions).values(token_ids=b"\x01\x99no zstd frame")),
         (r"completions .*counts 99", update(schema.completions).values(tokens=99)),
         (r"calls .*prompt tokens", update(schema.calls).values(prompt_tokens=3)),
-        (r"calls .*has 5 messages and 2 are stored", update(schema.calls).values(message_count=5)),
+        (r"calls .*has 5 messages, but 2 are stored", update(schema.calls).values(message_count=5)),
         (r"settings .*content", update(schema.settings).values(value={"another": 1})),
         (r"engines .*content", update(schema.engines).values(info={"capabilities": [], "another": 1})),
         (r"sessions .*prompt_tokens", update(schema.sessions).values(prompt_tokens=1)),
