@@ -119,8 +119,8 @@ class GatewaySettings(_Section):
     join_retries: Literal["evidence", "always", "never"] = "evidence"
     """Whether a request gets the answer of an earlier, equal request. `evidence`: only if the request is known to be a
     retry, because the earlier request lost its client or the SDK's retry header says so. `always`: also if the earlier
-    request is still being answered, or was answered within `retry_window_seconds`. `never`: every request is answered
-    anew."""
+    request is still being answered, or was answered within `retry_window_seconds`. `never`: no request gets
+    an earlier answer."""
     retry_window_seconds: float = Field(10.0, ge=0)
     """How long an answer is kept after its end. If an equal request comes within this time and counts as a retry (see
     `join_retries`), it gets the kept answer."""

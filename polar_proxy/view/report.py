@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
@@ -17,12 +17,10 @@ from polar_proxy.api import ApiContext
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
-from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.store.secrets import without_secrets
 from polar_proxy.token_scale import scale_step
 from polar_proxy.types import Json
 from polar_proxy.view.access import PageAccess
-from polar_proxy.view.call_tree import draw_tree
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.pages.run import call_values, rollout_values, session_values
 from polar_proxy.view.templates import ASSETS, render_text
@@ -58,18 +56,16 @@ async def make_report(store: Store, settings: Settings, name: str) -> str:
         raise UsageError(f"{name} is a call. Name a rollout or a session instead.")
     view = ViewContext(ApiContext(store, settings), PageAccess(store, open_on_loopback=True), writable=False)
     read = rollout_values if found.kind == "rollout" else session_values
-    values = await read(view, found.record_id)
-    session = values["session"]
-    calls = [] if session is None else await store.calls.summaries(session.session_id)
-    shown = {"base": "report_base.html", "tree": draw_tree(calls), "is_report": True}
+    values = await read(view, found.record_id, all_calls=True)
     page = await render_text(
         "run.html",
-        **values | shown | {"is_live": False, "writable": False, "may_write": False},
+        **values
+        | {"base": "report_base.html", "is_report": True, "is_live": False, "writable": False, "may_write": False},
         path="",
         styles=Markup((ASSETS / "polar.css").read_text()),
         version=version("polar-proxy"),
         location=store.location,
-        report_calls=await _read_calls(view, calls),
+        report_calls=await _read_calls(view, values),
         report_tokens=[
             await _read_tokens(view, trace.trace_id) for trace in values["traces"] if trace.builder == "merged"
         ],
@@ -78,8 +74,9 @@ async def make_report(store: Store, settings: Settings, name: str) -> str:
     return await asyncio.to_thread(without_secrets, _LINK.sub("", page))
 
 
-async def _read_calls(view: ViewContext, calls: Sequence[CallSummary]) -> list[Json]:
+async def _read_calls(view: ViewContext, values: Json) -> list[Json]:
     """Return the template values of each call, without the messages that it shares with earlier calls."""
+    calls = [row.call for row in values["tree"].rows]
     found = [await call_values(view, calls, call.call_id) for call in calls]
     return [one | {"shown": replace(one["shown"], earlier=(), left_out=0, raw=None, raw_tools=None)} for one in found]
 

@@ -73,8 +73,13 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
         return FileResponse(row.path, media_type="text/plain; charset=utf-8")
 
 
-async def rollout_values(view: ViewContext, rollout_id: str, chosen: str | None = None) -> Json:
-    """Return the values of a rollout's page. Raises ApiError 404 if there is no such rollout."""
+async def rollout_values(
+    view: ViewContext, rollout_id: str, chosen: str | None = None, *, all_calls: bool = False
+) -> Json:
+    """Return the values of a rollout's page. Raises ApiError 404 if there is no such rollout.
+
+    `all_calls`: draw the whole tree of calls, not only the page of it that contains the call `chosen`.
+    """
     store = view.store
     row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
     stages, rewards, remarks, events, files, attempts = await asyncio.gather(
@@ -95,12 +100,15 @@ async def rollout_values(view: ViewContext, rollout_id: str, chosen: str | None 
         "files": files,
         "earlier_attempts": [one for one in attempts if one != row.session_id],
         **await asyncio.to_thread(_read_files, files),
-        **await _session(view, row, stages, row.session_id, chosen),
+        **await _session(view, row, stages, row.session_id, chosen, all_calls=all_calls),
     }
 
 
-async def session_values(view: ViewContext, session_id: str, chosen: str | None = None) -> Json:
-    """Return the values of a session's page. Raises ApiError 404 if there is no such session."""
+async def session_values(
+    view: ViewContext, session_id: str, chosen: str | None = None, *, all_calls: bool = False
+) -> Json:
+    """Return the values of a session's page. Raises ApiError 404 if there is no such session. `all_calls`: see
+    `rollout_values`."""
     store = view.store
     await require("session", session_id, store.sessions.get(session_id))
     return {
@@ -114,7 +122,7 @@ async def session_values(view: ViewContext, session_id: str, chosen: str | None 
         "earlier_attempts": (),
         "patch": None,
         "logs": (),
-        **await _session(view, None, (), session_id, chosen),
+        **await _session(view, None, (), session_id, chosen, all_calls=all_calls),
     }
 
 
@@ -124,6 +132,8 @@ async def _session(
     stages: Sequence[StageRow],
     session_id: str | None,
     chosen: str | None,
+    *,
+    all_calls: bool,
 ) -> Json:
     """Return the template values for the session's part of a run's page."""
     store = view.store
@@ -143,7 +153,7 @@ async def _session(
     trace_of = {call_id: trace for trace in traces if trace.builder == "merged" for call_id in trace.call_ids}
     return {
         "session": session,
-        "tree": draw_tree(calls, chosen, MOST_CALLS),
+        "tree": draw_tree(calls, chosen, None if all_calls else MOST_CALLS),
         "timeline": draw_timeline(rollout, stages, calls, time.time()),
         "traces": traces,
         "trace_of": trace_of,
