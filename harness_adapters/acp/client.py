@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A client of the Agent Client Protocol (https://agentclientprotocol.com, version 1) for runs that nobody watches.
+"""A client of the Agent Client Protocol (https://agentclientprotocol.com, version 1) for unattended runs.
 
 `AcpHarness` starts this program inside the sandbox, with the sandbox's own Python 3.9 or newer. No module imports the
 program, and it uses the standard library only.

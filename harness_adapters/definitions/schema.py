@@ -2,8 +2,8 @@
 
 Strings may hold placeholders (`harness_adapters.toolkit.placeholders`). A value that consists of one placeholder gets
 the type of the placeholder's value, such as a number. If the placeholder has no value, such as the context length of
-some models, the key is left out. Three placeholders are words of a command line and stand for any number of words:
-`{program}`, `{arguments}`, `{resume}`.
+some models, the key or the list item is left out. Each of three placeholders, `{program}`, `{arguments}` and
+`{resume}`, is a word of a command line and is replaced by any number of words.
 """
 
 from __future__ import annotations
