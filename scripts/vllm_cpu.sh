@@ -31,40 +31,13 @@ install() {
     "$dir/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "is ready")'
 }
 
-# Print a model folder whose output head is untied from the embedding, or the model's own if it is untied already. vLLM's
-# CPU kernels keep a packed copy of the head, and a weight reload renews it only if the head is loaded under its own name.
-untie() {
-    "$1/bin/python" - "$2" "$3" <<'PY'
-import json, sys
-from pathlib import Path
-
-from safetensors import safe_open
-from safetensors.torch import save_file
-
-model, untied = (Path(name).absolute() for name in sys.argv[1:])
-config = json.loads((model / "config.json").read_text())
-places, embedding = {}, None
-for file in sorted(model.glob("*.safetensors")):
-    with safe_open(file, "pt") as tensors:
-        places |= dict.fromkeys(tensors.keys(), f"body-{file.name}")
-        if "model.embed_tokens.weight" in tensors.keys():
-            embedding = tensors.get_tensor("model.embed_tokens.weight")
-if not config.get("tie_word_embeddings") or embedding is None:
-    print(model)
-    sys.exit()
-for file in model.iterdir():
-    (untied / f"{'body-' if file.suffix == '.safetensors' else ''}{file.name}").symlink_to(file)
-save_file({"lm_head.weight": embedding}, untied / "head.safetensors", {"format": "pt"})
-places["lm_head.weight"] = "head.safetensors"
-for name, written in (
-    ("config.json", {**config, "tie_word_embeddings": False}),
-    ("model.safetensors.index.json", {"metadata": {}, "weight_map": places}),
-):
-    (untied / name).unlink(missing_ok=True)
-    (untied / name).write_text(json.dumps(written))
-print(untied)
-PY
-}
+# Succeed if the server on this port answers that it is well.
+healthy() (
+    exec 3<>"/dev/tcp/127.0.0.1/$1"
+    printf 'GET /health HTTP/1.0\r\n\r\n' >&3
+    read -r -t 2 _ status _ <&3
+    [ "$status" = 200 ]
+) 2>/dev/null
 
 serve() {
     local dir=$1 model=$2 name=$3 port=$4
@@ -79,7 +52,6 @@ serve() {
     [ ${#untied} -le 70 ] || sockets=$(mktemp -d "/tmp/vllm-$port-XXXXXX")
     # shellcheck disable=SC2064
     trap "rm -rf '$untied' '$sockets'" EXIT
-    model=$(untie "$dir" "$model" "$untied")
     # Eager, uncompiled, float32: exact and quick to start. Development mode adds the weight-update routes.
     # One thread, not bound to a processor, is fastest for the small models of Polar's tests, above all if the machine is busy.
     # Each request has its own sampling parameters; a generation_config.json would also limit every answer's length.
@@ -89,18 +61,15 @@ serve() {
         OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}" \
         VLLM_CPU_KVCACHE_SPACE="${POLAR_VLLM_KV_GB:-1}" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True \
         HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 \
-        "$dir/bin/python" -m vllm.entrypoints.openai.api_server \
-        --model "$model" --served-model-name "$name" --host 127.0.0.1 --port "$port" \
+        "$dir/bin/python" "$(dirname "$0")/vllm_cpu_server.py" "$model" "$untied" \
+        --served-model-name "$name" --host 127.0.0.1 --port "$port" \
         --max-model-len "${POLAR_VLLM_LEN:-4096}" --enforce-eager --dtype float32 \
         --generation-config vllm --distributed-executor-backend uni \
         --enable-auto-tool-choice --tool-call-parser hermes "$@" >"$log" 2>&1 &
     local server=$!
     # shellcheck disable=SC2064
     trap "kill $server 2>/dev/null; wait $server 2>/dev/null; rm -f $log; exit 143" TERM INT HUP
-    until "$dir/bin/python" - "$port" 2>/dev/null <<'PY'; do
-import sys, urllib.request
-urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/health", timeout=2)
-PY
+    until healthy "$port"; do
         if ! kill -0 $server 2>/dev/null; then
             tail -n 30 "$log" >&2
             echo "vLLM did not start; its whole log is $log" >&2
