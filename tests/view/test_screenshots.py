@@ -51,10 +51,13 @@ HEIGHTS = {
 }
 """Height of each picture in pixels."""
 _MOST_BYTES = 800_000
+ALL_GROUPS = ("--set", "keep_zero_variance_groups=true")
 KEPT = bool(os.environ.get("POLAR_SCREENSHOTS"))
-STEPS, SAMPLES = (4, 2) if KEPT else (2, 1)
-"""Training steps, and rollouts of each harness that does not solve its task: enough for the documentation, or for a
-test."""
+TRAINING = ("--steps", "4", "--samples", "4") if KEPT else ("--steps", "1", "--samples", "2", *ALL_GROUPS)
+SOLVING = ("--samples", "4") if KEPT else ("--samples", "1", "--temperature", "0")
+FAILING = ("--samples", "2") if KEPT else ("--samples", "1", "--max-tokens", "64")
+"""Flags of the training run, and of the runs of harnesses that solve their task or fail: enough for the documentation,
+or for a test."""
 
 
 async def run(home: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -75,12 +78,12 @@ def vllm() -> Iterator[str]:
 
 async def record(home: Path, vllm: str) -> Path:
     """Train the policy, let three harnesses play, and repeat a rollout. Return the database."""
-    steps = ("--steps", str(STEPS), "--samples", "4", "--groups", "1")
-    await run(home, "train", "grpo", "--task", "swe-task", "--engine", "local", *steps, "--run", str(home / "first"))
+    training = (*TRAINING, "--groups", "1", "--run", str(home / "first"))
+    await run(home, "train", "grpo", "--task", "swe-task", "--engine", "local", *training)
     engine = ("--engine", "vllm", "--engine-url", vllm, "--model", "polar-tiny")
     for harness in HARNESSES[1:]:
-        await run(home, "run", "swe-task", "--harness", harness, "--samples", str(SAMPLES), *engine)
-    played = await run(home, "run", "swe-task", "--harness", HARNESSES[0], "--samples", "4", *engine)
+        await run(home, "run", "swe-task", "--harness", harness, *FAILING, *engine)
+    played = await run(home, "run", "swe-task", "--harness", HARNESSES[0], *SOLVING, *engine)
     best = max(played, key=lambda rollout: rollout["reward"] or 0)
     await run(home, "run", "--repeat-of", best["rollout_id"], *engine)
     return home / "polar.db"
@@ -118,7 +121,7 @@ async def take(browser: Any, url: str, key: str, path: str, file: Path, height: 
     view = {"viewport": {"width": 1280, "height": height}, "extra_http_headers": {"authorization": f"Bearer {key}"}}
     async with open_tab(browser, url, **view | options) as tab:
         page = await tab.open(path)
-        await page.wait_for_timeout(2000)  # until the parts that are loaded later are there
+        await page.wait_for_timeout(2000 if KEPT else 200)  # until the parts that are loaded later are there
         await page.evaluate("document.querySelector('.foot span').textContent = '~/.polar/polar.db'")
         await page.screenshot(path=str(file))
     await asyncio.to_thread(
