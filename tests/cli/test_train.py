@@ -63,7 +63,7 @@ def test_trains_on_real_rollouts_and_resumes(tmp_path: Path) -> None:
     file = tmp_path / "train.toml"
     file.write_text(
         "[grpo]\ngroups = 1\nsamples = 2\neval_every = 1\neval_instances = 1\nkeep_zero_variance_groups = true\n"
-        '[run]\nharness = "tests.fakes.tiny_agent:TinyAgent"\nsandbox = "process"\nmax_tokens = 256\n'
+        '[run]\nharness = "tests.fakes.tiny_agent:FourCallsAgent"\nsandbox = "process"\nmax_tokens = 64\n'
     )
     run = tmp_path / "first"
 

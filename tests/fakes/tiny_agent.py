@@ -84,6 +84,12 @@ class BriefAgent(TinyAgent):
     manner = "brief"
 
 
+class FourCallsAgent(TinyAgent):
+    """Makes at most four requests and exits with 0, whatever the answers."""
+
+    manner = "four calls"
+
+
 class VandalAgent(TinyAgent):
     """Destroys the repository and leaves 3,000 nested folders before it ends."""
 
@@ -123,6 +129,9 @@ class HostileAgent(TinyAgent):
 TINY_AGENTS = frozenset(f"{__name__}:{agent.__name__}" for agent in (TinyAgent, *TinyAgent.__subclasses__()))
 """The names of these agents, for the setting `allowed_code`."""
 
+MOST_CALLS = {"brief": 1, "four calls": 4}
+"""Manner -> number of requests after which the agent ends as if it had finished."""
+
 HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "'\"></pre></code>{{7*7}}{% raw %}\x1b[31mred\x1b[0m\u202egnihton\u202c"
@@ -141,7 +150,7 @@ def main() -> int:
         messages[0]["content"] += HOSTILE
     if env["MANNER"] == "filling":
         fill(Path(env["HOME"]))
-    for _ in range(15):
+    for number in range(1, 16):
         body = json.dumps({"model": env["MODEL"], "messages": messages, "tools": [TOOL]}).encode()
         request = urllib.request.Request(
             env["BASE_URL"] + "/chat/completions",
@@ -152,7 +161,7 @@ def main() -> int:
             message = json.load(answer)["choices"][0]["message"]
         messages.append(message)
         print(json.dumps(message), flush=True)
-        if env["MANNER"] == "brief":
+        if number == MOST_CALLS.get(env["MANNER"]):
             return 0
         for call in message.get("tool_calls") or []:
             command = json.loads(call["function"]["arguments"])["command"]

@@ -89,7 +89,7 @@ def test_a_hosted_agent_is_recorded_exported_and_distilled(
 
     before, after = train(tokens, student)
     assert after < before
-    measured = polar_json("run", *task, "--engine", "local", "--model", str(student), "--timeout", "120")
+    measured = polar_json("run", *task, "--engine", "local", "--model", str(student), "--max-tokens", "64")
     assert [row["task_id"] for row in measured["rollouts"]] == [row["task_id"] for row in first["rollouts"]]
     assert all(row["reward"] is not None for row in measured["rollouts"])
     assert KEY.encode() not in (polar_home / "polar.db").read_bytes()
