@@ -151,21 +151,25 @@ async def test_real_agents_drift_in_render_mode_and_never_in_continue_mode(force
         pytest.skip(
             "no harness is installed: `make test-full` installs them in its other tests, or `polar harness install`"
         )
-    # The runs in render mode show that there is drift to prevent. One template is enough for that.
-    modes: tuple[PromptMode, ...] = ("continue", "render") if template == "keeps" else ("continue",)
-    jobs = [FidelityJob(adapter, adapter.install(cache), template, mode) for adapter in installed for mode in modes]
 
     def engine(name: str) -> Engine:
         path = TEMPLATES[name]
         return ForcedVllmEngine(forced_url, template=None if path is None else path.read_text())
 
-    rows = [row async for row, _ in play(jobs, engine, real_sandbox(), concurrency=4, patience=4)]
+    async def rows_of(mode: PromptMode) -> list[FidelityRow]:
+        jobs = [FidelityJob(adapter, adapter.install(cache), template, mode) for adapter in installed]
+        played = play(jobs, engine, real_sandbox(), concurrency=4, patience=4, score=mode == "continue")
+        return [row async for row, _ in played]
+
+    continued = await rows_of("continue")
+    # The runs in render mode show that there is drift to prevent. One template is enough for that.
+    rendered = await rows_of("render") if template == "keeps" else []
+    rows = [*continued, *rendered]
     assert {row.harness: row.fault for row in rows if row.fault} == {}
     assert {(row.harness, row.mode): row.excluded for row in rows if not row.adds_up} == {}
-    continued = [row for row in rows if row.mode == "continue"]
     assert {row.harness: row.causes for row in continued if row.drifted} == {}
     assert all(row.continued >= 5 for row in continued)
-    assert all(row.drifted >= 3 for row in rows if row.mode == "render")
+    assert all(row.drifted >= 3 for row in rendered)
     assert all(row.largest is not None and row.largest < 1e-3 for row in continued)
 
 
