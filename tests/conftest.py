@@ -41,12 +41,12 @@ settings.load_profile("polar")
 
 LONG_FILES = (
     "conformance/test_families_real.py",
+    "conformance/test_real.py",  # installs the harnesses that others use if they are there
     "rollouts/cluster/test_cluster.py",
-    "conformance/test_fidelity.py",
-    "conformance/test_real.py",
     "test_image.py",
-    "view/test_harness_pages.py",
+    "conformance/test_fidelity.py",
     "view/test_screenshots.py",
+    "view/test_harness_pages.py",
     "gateway/test_soak.py",
     "training/test_weight_sync_vllm.py",
     "engines/test_vllm_real.py",
