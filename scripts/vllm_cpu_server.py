@@ -12,9 +12,11 @@ vLLM spawns its engine as another process on a CPU, which would import vLLM agai
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import select
 import signal
 import socket
@@ -22,6 +24,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+_SERVER = "vllm.entrypoints.openai.api_server"
 _MOST_BYTES = 1 << 20
 
 
@@ -58,12 +61,11 @@ def untie(model: Path, untied: Path) -> Path:
 
 
 def serve(model: str, untied: str, *flags: str) -> None:
-    from vllm.entrypoints.launchers.api_server.entry import main
     from vllm.v1.engine import utils
 
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     sys.argv[1:] = ["--model", str(untie(Path(model).absolute(), Path(untied))), *flags]
-    main()
+    runpy.run_module(_SERVER, run_name="__main__", alter_sys=True)
 
 
 def fork_servers(path: str) -> None:
@@ -72,8 +74,8 @@ def fork_servers(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen()
-        import safetensors.torch  # noqa: F401
-        import vllm.entrypoints.launchers.api_server.entry  # noqa: F401
+        importlib.import_module("safetensors.torch")
+        importlib.import_module(_SERVER)
 
         while True:
             connection, _ = listener.accept()
