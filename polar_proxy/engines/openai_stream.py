@@ -44,6 +44,8 @@ class _PendingEvent:
     reasoning: str = ""
     tools: list[ToolDelta] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    entries: list[Json] = field(default_factory=list)
+    """The log-probabilities of the last ids as the server sent them. `ChunkDecoder._read_entries` reads them."""
     logprobs: list[float] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
     top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
@@ -114,12 +116,9 @@ class ChunkDecoder:
                     pending.text += text
                 ids = choice.get("token_ids")
                 logprobs = choice.get("logprobs")
-                if plain and ids and logprobs and len(ids) == len(entries := logprobs.get("content") or []) == 1:
-                    # Most chunks carry one token. The same as `_add_evidence`, in a third of the time.
-                    entry = entries[0]
-                    self._check_ids(ids, (entry.get("token", ""),))
-                    pending.ids.append(ids[0])
-                    pending.logprobs.append(_real(entry["logprob"]))
+                if plain and ids and logprobs and len(ids) == len(entries := logprobs.get("content") or ()):
+                    pending.ids += ids  # the most frequent case: the entries of many chunks are read together
+                    pending.entries += entries
                 elif ids or logprobs:
                     self._add_evidence(pending, ids or (), logprobs)
                 if finish := choice.get("finish_reason"):
@@ -129,6 +128,8 @@ class ChunkDecoder:
                     if spans := choice.get("weight_versions"):
                         pending.versions = version_runs(spans)
                     self._open.discard(index)
+        for pending in held.values():
+            self._read_entries(pending)
         # The last event waits for the end of the answer, because the usage chunk comes after it.
         for index in [index for index, pending in held.items() if self._open or pending.finish is None]:
             self._emit(index, held.pop(index), out)
@@ -178,13 +179,22 @@ class ChunkDecoder:
 
     def _stage(self, stage: int, index: int, pending: _PendingEvent, out: list[SampleEvent]) -> _PendingEvent:
         if stage < pending.stage:
+            self._read_entries(pending)
             self._emit(index, pending, out)
             pending = self._held[index] = _PendingEvent()
         pending.stage = stage
         return pending
 
+    def _read_entries(self, pending: _PendingEvent) -> None:
+        """Read the collected entries of a pending event, one for each of its last ids."""
+        if entries := pending.entries:
+            self._check_ids(pending.ids[-len(entries) :], [entry.get("token", "") for entry in entries])
+            pending.logprobs += _reals([entry["logprob"] for entry in entries])
+            pending.entries = []
+
     def _add_evidence(self, pending: _PendingEvent, ids: Sequence[int], logprobs: Json | None) -> None:
         """Add the ids of one chunk with their log-probabilities."""
+        self._read_entries(pending)
         values: Sequence[Any] = ()
         if logprobs:
             reported = logprobs.get("token_logprobs")  # completions
