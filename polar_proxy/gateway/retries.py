@@ -45,9 +45,10 @@ new message.
 class ResponseBuffer:
     """Holds one response as it is sent, so that a retry can get it too."""
 
-    def __init__(self, request: RequestContext, grace: float) -> None:
+    def __init__(self, request: RequestContext, key: RetryKey, grace: float) -> None:
         """`grace`: number of seconds for which generation continues without a client, so that a retry can join."""
         self.request = request
+        self.key = key
         self.disconnected = False
         """True if the client that sent the request disconnected before the last byte."""
         self.failed = False
@@ -190,8 +191,8 @@ class RetryCache:
         return same[-1] if request.metadata.retry > 0 or self._policy == "always" else None
 
     def open(self, request: RequestContext) -> ResponseBuffer:
-        buffer = ResponseBuffer(request, self._grace)
-        self._buffers.setdefault(_retry_key(request), []).append(buffer)
+        buffer = ResponseBuffer(request, _retry_key(request), self._grace)
+        self._buffers.setdefault(buffer.key, []).append(buffer)
         return buffer
 
     def close(self, buffer: ResponseBuffer, *, failed: bool) -> None:
@@ -215,10 +216,9 @@ class RetryCache:
                 break
             buffer = self._finished.popleft()
             self._finished_bytes -= buffer.size
-            key = _retry_key(buffer.request)
-            self._buffers[key].remove(buffer)
-            if not self._buffers[key]:
-                del self._buffers[key]
+            self._buffers[buffer.key].remove(buffer)
+            if not self._buffers[buffer.key]:
+                del self._buffers[buffer.key]
 
 
 def _retry_key(request: RequestContext) -> RetryKey:

@@ -228,7 +228,10 @@ class MessageHasher:
             known = previous.chain
             keys = list(known.keys[: start + 1])
             turns = list(known.turns[: bisect_right(known.turns, start, key=lambda turn: turn.end)])
-            last = known.last_digest if start == len(previous.messages) else self.digest(messages[start - 1])
+            if start == len(previous.messages):
+                last = known.last_digest
+            else:
+                last = turns[-1].digest if turns and turns[-1].end == start else self.digest(messages[start - 1])
         for is_turn, group in groupby(messages[len(keys) - 1 :], key=lambda message: message.role == "assistant"):
             if is_turn:
                 run = list(group)
@@ -380,7 +383,7 @@ def _link(key: bytes, digest: bytes) -> bytes:
 
 def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> int:
     """Return how many messages at the beginning are the same objects in both conversations. Count only up to the
-    beginning of an assistant turn.
+    beginning or the end of an assistant turn.
 
     Hashing can go on from there, because no message before this place is merged with a message after it.
     """
@@ -389,13 +392,18 @@ def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> in
         if one is not other:
             break
         same += 1
-    while same and not _opens_turn(messages, same):
+    while same and not _is_edge_of_turn(messages, others, same):
         same -= 1
     return same
 
 
-def _opens_turn(messages: Sequence[Message], at: int) -> bool:
-    return at < len(messages) and messages[at].role == "assistant" and messages[at - 1].role != "assistant"
+def _is_edge_of_turn(messages: Sequence[Message], others: Sequence[Message], at: int) -> bool:
+    """Return whether an assistant turn begins at `at`, or ends before `at` in both conversations."""
+    if at == len(messages):
+        return False
+    if messages[at].role == "assistant":
+        return messages[at - 1].role != "assistant"
+    return messages[at - 1].role == "assistant" and (at == len(others) or others[at].role != "assistant")
 
 
 def turn_start(messages: Sequence[Message], end: int) -> int:

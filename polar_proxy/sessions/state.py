@@ -169,9 +169,9 @@ class ConversationCache(LRUCache[Hashable, Any]):
 
     def put(self, key: Hashable, entry: CacheEntry) -> None:
         """Insert or replace an entry. An entry larger than the capacity is not kept."""
-        if entry.size <= self.maxsize:
+        try:
             self[key] = entry
-        else:
+        except ValueError:  # too large
             self.pop(key, None)
 
 

@@ -193,22 +193,19 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
     def parse(self, piece: memoryview) -> None:
         self._bytes_since_progress += len(piece)
         HttpToolsProtocol.data_received(self, piece)  # type: ignore[arg-type]  # the parser reads any buffer
-        self._check_progress()
+        if self._reading and self._bytes_since_progress > self.limits.head_kb << 10 and not self.closing:
+            self._refuse(self._head_problem())
+
+    def parse_held(self) -> None:
+        super().parse_held()
+        if self._reading != self._timed and not self.closing:
+            self._set_timer(self._reading)
 
     def reads_whole(self) -> bool:
         return self._reading == "body" and not self._chunked
 
     def reading_paused(self) -> bool:
         return self.flow.read_paused
-
-    def _check_progress(self) -> None:
-        if self.closing:
-            return
-        limits = self.limits
-        if self._reading and self._bytes_since_progress > limits.head_kb << 10:
-            self._refuse(self._head_problem())
-        elif self._reading != self._timed:
-            self._set_timer(self._reading)
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that the parser, or one of its callbacks, refused."""
