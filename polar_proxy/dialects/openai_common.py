@@ -68,8 +68,11 @@ class SamplingFields(RequestFields):
     logit_bias: Annotated[dict[str, Any], AfterValidator(_biases)] | None = None
 
     def sampling(self, *, max_tokens: int | None, logprobs: bool, top_logprobs: int) -> Sampling:
-        shared: Json = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        shared: Json = {name: getattr(self, name) for name in _SHARED_FIELDS}
         return Sampling(**shared, max_tokens=max_tokens, logprobs=logprobs, top_logprobs=top_logprobs)
+
+
+_SHARED_FIELDS = tuple(SamplingFields.model_fields)
 
 
 class StreamFields(SamplingFields):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -225,10 +225,14 @@ class CallRecorder:
                 self._in_flight.finished([call.call_id])
         return failure
 
-    async def _store_call(self, session: SessionState, record: CallRecord, *, large: bool) -> None:
-        """Store a call. If its session was opened while the store failed, store the session first."""
-        if session.unstored_key is not None:
-            await self._sessions.store_late(session)
+    def _store_call(self, session: SessionState, record: CallRecord, *, large: bool) -> Awaitable[None]:
+        if session.unstored_key is None:
+            return self._store.calls.commit(record, large=large)
+        return self._store_with_session(session, record, large=large)
+
+    async def _store_with_session(self, session: SessionState, record: CallRecord, *, large: bool) -> None:
+        """Store a call of a session that was opened while the store failed."""
+        await self._sessions.store_late(session)
         await self._store.calls.commit(record, large=large)
 
     def _count_unrecorded(self, session: SessionState, record: CallRecord, error: StoreError, *, lost: bool) -> None:

@@ -59,7 +59,7 @@ def apply_policy(sampling: Sampling, policy: Json, *, hosted: bool = False) -> S
     limit = policy.get("max_tokens")
     if limit is not None:
         changes["max_tokens"] = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)
-    return replace(sampling, **changes)
+    return replace(sampling, **changes) if changes else sampling
 
 
 class CallSampler:
