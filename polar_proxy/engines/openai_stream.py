@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import orjson
@@ -30,6 +31,7 @@ MISSING_BELOW = -9000.0
 """A log-probability below this counts as missing. vLLM floors log-probabilities at -9999.0; no float32 softmax over
 real logits gives such a small value."""
 UNKNOWN_ID = -1
+_TOKEN_OF, _LOGPROB_OF = methodcaller("get", "token", ""), itemgetter("logprob")
 _ID_NAME = "token_id:"
 """Prefix of a token's text if the server sends ids in place of texts."""
 _CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum model length", re.IGNORECASE)
@@ -187,9 +189,9 @@ class ChunkDecoder:
 
     def _read_entries(self, pending: _PendingEvent) -> None:
         """Read the collected entries of a pending event, one for each of its last ids."""
-        if entries := pending.entries:
-            self._check_ids(pending.ids[-len(entries) :], [entry.get("token", "") for entry in entries])
-            pending.logprobs += _reals([entry["logprob"] for entry in entries])
+        if entries := pending.entries:  # `map`, because loops over all tokens would take most of the decoding time
+            self._check_ids(pending.ids[-len(entries) :], list(map(_TOKEN_OF, entries)))
+            pending.logprobs += _reals(list(map(_LOGPROB_OF, entries)))
             pending.entries = []
 
     def _add_evidence(self, pending: _PendingEvent, ids: Sequence[int], logprobs: Json | None) -> None:
@@ -198,7 +200,7 @@ class ChunkDecoder:
         values: Sequence[Any] = ()
         if logprobs:
             reported = logprobs.get("token_logprobs")  # completions
-            values = [entry["logprob"] for entry in logprobs.get("content") or ()] if reported is None else reported
+            values = list(map(_LOGPROB_OF, logprobs.get("content") or ())) if reported is None else reported
         aligned = len(values) == len(ids)
         if ids and aligned and logprobs:
             self._check_ids(ids, _token_texts(logprobs))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -216,7 +217,12 @@ class MessageHasher:
             )
         names.difference_update(off)
         self._active = frozenset(names)
-        self._patterns = [item for item in NORMALISERS if item.name in names and item.pattern is not None]
+        self._patterns: defaultdict[str, list[Normaliser]] = defaultdict(list)
+        """The active normalisers with a pattern, by the roles of the messages in which they search."""
+        for item in NORMALISERS:
+            if item.name in names and item.pattern is not None:
+                for role in item.roles:
+                    self._patterns[role].append(item)
         self._root = hashlib.blake2b(orjson.dumps(sorted(names)) + VERSION, digest_size=16).digest()
 
     def chain(self, messages: Sequence[Message], previous: HashedConversation | None = None) -> HashChain:
@@ -302,8 +308,8 @@ class MessageHasher:
     def _text(self, role: str, text: str) -> str:
         if len(text) > _LONGEST_NORMALISED:
             return text
-        for item in self._patterns:
-            if item.pattern is not None and role in item.roles and item.guard in text:
+        for item in self._patterns.get(role, ()):
+            if item.pattern is not None and item.guard in text:
                 text = item.pattern.sub(item.replacement, text)
         if "white_space" in self._active:
             return without_white_space(text) if role == "assistant" else text.strip()

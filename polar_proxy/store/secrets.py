@@ -20,7 +20,7 @@ twice, the second removal changes nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from polar_proxy.store import json_codec
@@ -115,7 +115,7 @@ FORMS = (
     SecretForm("session key in a path", ("/s/",), re.compile(r"^(/s/)(?!\[secret removed\])[^/?]+"), rf"\1{REMOVED}"),
 )
 """The forms of all secrets except private keys, which have several lines."""
-_SIGNS = tuple((sign, form) for form in FORMS for sign in form.signs)
+_SIGNS = tuple(sign for form in (*FORMS, _PRIVATE_KEY) for sign in form.signs)
 _PIECE = 1 << 16
 _CUT = re.compile(r"(?<!earer)(?<!asic)(?<!\s)\s", re.IGNORECASE)
 """White space that no secret of `FORMS` can contain. Cutting a long text before such white space splits no secret."""
@@ -124,16 +124,18 @@ _CUT = re.compile(r"(?<!earer)(?<!asic)(?<!\s)\s", re.IGNORECASE)
 def without_secrets(text: str) -> str:
     """Return the text without secrets; the same object if it has none."""
     folded = text.lower()
-    forms = [form for sign, form in _SIGNS if sign in folded]
+    if not any(map(folded.__contains__, _SIGNS)):
+        return text
+    forms = [form for form in FORMS if any(sign in folded for sign in form.signs)]
     clean = text
     if _PRIVATE_KEY.signs[0] in folded:
         clean = _PRIVATE_KEY.pattern.sub(_PRIVATE_KEY.replacement, clean)
     if forms:
-        clean = "".join(_clean_piece(piece, dict.fromkeys(forms)) for piece in _pieces(clean))
+        clean = "".join(_clean_piece(piece, forms) for piece in _pieces(clean))
     return text if clean == text else clean
 
 
-def _clean_piece(piece: str, forms: Iterable[SecretForm]) -> str:
+def _clean_piece(piece: str, forms: Sequence[SecretForm]) -> str:
     for form in forms:
         piece = form.pattern.sub(form.replacement, piece)
     return piece
