@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,7 @@ _LOGGED_ENDINGS: Mapping[CallStatus, tuple[int, str]] = {
     "client_gone": (logging.INFO, "was broken off"),
     "upstream_error": (logging.WARNING, "failed"),
 }
+_sampling_values = attrgetter(*SAMPLING_FIELDS)
 CallObserver = Callable[[CallRecord], None]
 """A function that receives each call after its commit. It runs in the event loop, so it must be quick."""
 
@@ -428,7 +430,8 @@ def recorded_sampling(request: EngineRequest, engine: EngineInfo) -> Json:
     `constrained` is added if the request demanded a tool call or a certain format of the answer. It is True if the
     engine enforced this by a grammar, else False.
     """
-    sent = {name: value for name in SAMPLING_FIELDS if (value := getattr(request.sampling, name)) not in (None, ())}
+    values = zip(SAMPLING_FIELDS, _sampling_values(request.sampling), strict=True)
+    sent: Json = {name: value for name, value in values if value not in (None, ())}
     constrained = is_constrained(request, engine)
     if constrained is not None:
         sent["constrained"] = constrained

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.fast_replace import replace
 from polar_proxy.gateway.engine_timeouts import EngineWait
 from polar_proxy.gateway.hooks import HookedCall, Hooks, events_of, request_changes
 from polar_proxy.gateway.hosted.provider_turns import ProviderTurns
@@ -55,9 +55,9 @@ def apply_policy(sampling: Sampling, policy: Json, *, hosted: bool = False) -> S
     """
     defaults = {} if hosted else _DEFAULTS
     changes: Json = {name: value for name, value in defaults.items() if getattr(sampling, name) is None}
-    changes |= {name: policy[name] for name in _REPLACED if name in policy}
-    limit = policy.get("max_tokens")
-    if limit is not None:
+    if policy:
+        changes |= {name: policy[name] for name in _REPLACED if name in policy}
+    if (limit := policy.get("max_tokens")) is not None:
         changes["max_tokens"] = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)
     return replace(sampling, **changes) if changes else sampling
 

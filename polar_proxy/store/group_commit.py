@@ -18,7 +18,19 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from sqlalchemy import BindParameter, Connection, bindparam, case, delete, func, insert, literal_column, select, update
+from sqlalchemy import (
+    BindParameter,
+    ColumnClause,
+    Connection,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    literal_column,
+    select,
+    update,
+)
 
 from polar_proxy.errors import StoreError
 from polar_proxy.offload import OffloadThread
@@ -45,13 +57,14 @@ _s = schema.sessions.c
 _c = schema.calls.c
 _r = schema.rollouts.c
 _last_call_at: BindParameter[float] = bindparam("more_last_call_at")
+_zero: ColumnClause[float] = literal_column("0.0")
 _price: BindParameter[float | None] = bindparam("more_price_usd", type_=_s.price_usd.type)
 _counted = (_s.calls, _s.failed_calls, _s.prompt_tokens, _s.completion_tokens)
 _add_to_session = (
     update(schema.sessions)
     .where(_s.session_id == bindparam("of_session"))
     .values({column: column + bindparam(f"more_{column.name}") for column in _counted})
-    .values(price_usd=case((_price.is_(None), _s.price_usd), else_=func.coalesce(_s.price_usd, literal_column("0.0")) + _price))
+    .values(price_usd=case((_price.is_(None), _s.price_usd), else_=func.coalesce(_s.price_usd, _zero) + _price))
     .values(last_call_at=case((_s.last_call_at > _last_call_at, _s.last_call_at), else_=_last_call_at))
 )
 

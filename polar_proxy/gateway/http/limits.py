@@ -22,10 +22,11 @@ import contextlib
 import resource
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -56,7 +57,7 @@ def raise_descriptor_limit() -> int:
 
 @dataclass(eq=False)
 class BodyReservation:
-    """The part of the budget that one request holds. `task` reads its body."""
+    """The part of the budget that one request holds until the end of the `with` block. `task` reads its body."""
 
     budget: BodyBudget
     session_id: str
@@ -75,6 +76,16 @@ class BodyReservation:
         """
         self.budget.take(self, size)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.budget.free(self)
+        if kind is asyncio.CancelledError and self.refused and self.task is not None and not self.task.uncancel():
+            raise _too_many_bodies() from None
+
 
 class BodyBudget:
     """A limit on the bytes of all request bodies that are held at a time.
@@ -88,26 +99,18 @@ class BodyBudget:
         self._reservations: set[BodyReservation] = set()
         self._of_session: Counter[str] = Counter()
 
-    @contextlib.contextmanager
-    def reserve(self, session_id: str) -> Iterator[BodyReservation]:
-        """Yield a reservation in this budget, empty at first, for a request body of this session.
-
-        The end of the block frees it.
-        """
+    def reserve(self, session_id: str) -> BodyReservation:
+        """Return a reservation in this budget, empty at first, for a request body of this session."""
         reservation = BodyReservation(self, session_id, asyncio.current_task())
         self._reservations.add(reservation)
-        try:
-            yield reservation
-        except asyncio.CancelledError:
-            if not reservation.refused or reservation.task is None or reservation.task.uncancel():
-                raise
-            raise _too_many_bodies() from None
-        finally:
-            self._reservations.remove(reservation)
-            self.held -= reservation.size
-            self._of_session[session_id] -= reservation.size
-            if not self._of_session[session_id]:
-                del self._of_session[session_id]
+        return reservation
+
+    def free(self, reservation: BodyReservation) -> None:
+        self._reservations.remove(reservation)
+        self.held -= reservation.size
+        self._of_session[reservation.session_id] -= reservation.size
+        if not self._of_session[reservation.session_id]:
+            del self._of_session[reservation.session_id]
 
     def take(self, wanting: BodyReservation, size: int) -> None:
         of_session = self._of_session[wanting.session_id]
@@ -223,11 +226,12 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
             self._stop(self._head_problem())
 
     def on_headers_complete(self) -> None:
-        problem = self._head_problem() if self._head_is_too_large() else self._request_problem()
+        fields = dict(self.headers)
+        problem = self._head_problem() if self._head_is_too_large() else self._request_problem(fields)
         if problem is not None:
             self._stop(problem)
         self._reading, self._bytes_since_progress = "body", 0
-        self._chunked = b"transfer-encoding" in [name for name, _ in self.headers]
+        self._chunked = b"transfer-encoding" in fields
         self._body_bytes = 0
         if self._timed == "body":  # that of the request before
             self.start_pace(_BODY)
@@ -287,17 +291,16 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         part = "headers" if self._reading == "head" else "trailers and chunk headers"
         return RequestError(f"The request's {part} are larger than {limits.head_kb} KiB.", status=431)
 
-    def _request_problem(self) -> RequestError | None:
-        """Return why a request with this head is not served here."""
+    def _request_problem(self, fields: Mapping[bytes, bytes]) -> RequestError | None:
+        """Return why a request with this head is not served here. `fields`: its headers."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             return RequestError("The gateway is no proxy for other hosts: CONNECT is not served.", status=405)
         if len(self.pipeline) >= _PIPELINED:
             return RequestError("Too many requests on one connection before the first answer.", status=429)
-        for name, value in self.headers:
-            # Digits only, which the parser has made sure of.
-            if name == b"content-length" and int(value) > self._max_body_bytes:
-                return self._body_too_large()
+        # Digits only, and sent once, which the parser has made sure of.
+        if int(fields.get(b"content-length", 0)) > self._max_body_bytes:
+            return self._body_too_large()
         if self._should_upgrade():
             if self.cycle is not None and not self.cycle.response_complete:
                 return RequestError("A WebSocket cannot be opened before the last answer is complete.", status=400)
