@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
-from operator import itemgetter, methodcaller
+from operator import itemgetter
 from typing import Any
 
 import orjson
@@ -31,7 +31,7 @@ MISSING_BELOW = -9000.0
 """A log-probability below this counts as missing. vLLM floors log-probabilities at -9999.0; no float32 softmax over
 real logits gives such a small value."""
 UNKNOWN_ID = -1
-_TOKEN_OF, _LOGPROB_OF = methodcaller("get", "token", ""), itemgetter("logprob")
+_TOKEN_OF, _LOGPROB_OF = itemgetter("token"), itemgetter("logprob")
 _ID_NAME = "token_id:"
 """Prefix of a token's text if the server sends ids in place of texts."""
 _CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum model length", re.IGNORECASE)
@@ -190,7 +190,7 @@ class ChunkDecoder:
     def _read_entries(self, pending: _PendingEvent) -> None:
         """Read the collected entries of a pending event, one for each of its last ids."""
         if entries := pending.entries:  # `map`, because loops over all tokens would take most of the decoding time
-            self._check_ids(pending.ids[-len(entries) :], list(map(_TOKEN_OF, entries)))
+            self._check_ids(pending.ids[-len(entries) :], _texts_of(entries))
             pending.logprobs += _reals(list(map(_LOGPROB_OF, entries)))
             pending.entries = []
 
@@ -290,8 +290,15 @@ def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
 def _token_texts(logprobs: Json) -> Sequence[str]:
     """Return the token text that belongs to each log-probability of a chunk."""
     if "token_logprobs" not in logprobs:
-        return [entry.get("token", "") for entry in logprobs.get("content") or ()]
+        return _texts_of(logprobs.get("content") or ())
     return logprobs.get("tokens") or [""] * len(logprobs["token_logprobs"] or ())
+
+
+def _texts_of(entries: Sequence[Json]) -> Sequence[str]:
+    try:
+        return list(map(_TOKEN_OF, entries))
+    except KeyError:  # some servers leave the text out
+        return [entry.get("token", "") for entry in entries]
 
 
 def _chat_entries(logprobs: Json) -> Sequence[Json]:

@@ -37,7 +37,7 @@ would take long."""
 _SAFE_INTEGER = 2**53
 _ROLES = {"developer": "system", "function": "tool"}
 _SORTED = orjson.OPT_SORT_KEYS
-_NO_WHITE_SPACE = {code: None for code in range(128) if chr(code).isspace()}
+_WHITE_SPACE = bytes(code for code in range(128) if chr(code).isspace())
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +348,7 @@ _THINKING = frozenset({"thinking", "redacted_thinking", "reasoning"})
 
 def without_white_space(text: str) -> str:
     # `translate` is several times as fast as `split`, but for ASCII only.
-    return text.translate(_NO_WHITE_SPACE) if text.isascii() else "".join(text.split())
+    return text.encode().translate(None, _WHITE_SPACE).decode() if text.isascii() else "".join(text.split())
 
 
 def call_ids(message: Message) -> tuple[str, ...]:
