@@ -196,7 +196,9 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
     def parse(self, piece: memoryview) -> None:
         self._bytes_since_progress += len(piece)
         HttpToolsProtocol.data_received(self, piece)  # type: ignore[arg-type]  # the parser reads any buffer
-        if self._reading and self._bytes_since_progress > self.limits.head_kb << 10 and not self.closing:
+        limits = self.limits
+        too_large = self._bytes_since_progress > limits.head_kb << 10 or len(self.headers or ()) > limits.headers
+        if self._reading and too_large and not self.closing:
             self._refuse(self._head_problem())
 
     def parse_held(self) -> None:
@@ -219,11 +221,6 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._reading = "head"
         super().on_message_begin()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        if len(self.headers) > self.limits.headers:
-            self._stop(self._head_problem())
 
     def on_headers_complete(self) -> None:
         fields = dict(self.headers)
@@ -275,7 +272,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
 
     def _head_is_too_large(self) -> bool:
         limits = self.limits
-        if len(self.url) > limits.url_kb << 10:
+        if len(self.url) > limits.url_kb << 10 or len(self.headers) > limits.headers:
             return True
         if self._bytes_since_progress <= limits.head_kb << 10:
             return False
@@ -301,7 +298,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         # Digits only, and sent once, which the parser has made sure of.
         if int(fields.get(b"content-length", 0)) > self._max_body_bytes:
             return self._body_too_large()
-        if self._should_upgrade():
+        if b"upgrade" in fields and self._should_upgrade():
             if self.cycle is not None and not self.cycle.response_complete:
                 return RequestError("A WebSocket cannot be opened before the last answer is complete.", status=400)
             return upgrade_problem(method, self.url, self.headers)
@@ -320,6 +317,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
             self._head_timer = self.loop.call_later(self.limits.head_seconds, self._head_timed_out)
         elif part == "body":
             self.start_pace(_BODY)
+            self.count_received(self._body_bytes)
 
     def _head_timed_out(self) -> None:
         message = f"The request's headers took longer than {self.limits.head_seconds:g} seconds."
