@@ -68,7 +68,8 @@ def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
     excluded = Counter(build.excluded.values())
     if len(calls) != len(trained) + excluded.total() or trained & set(build.excluded):
         raise InvariantError(
-            f"{build.builder}: {len(calls)} calls were recorded, {len(trained)} trained, {excluded.total()} excluded"
+            f"{build.builder}: each recorded call must be trained or excluded, but of {len(calls)} calls, "
+            f"{len(trained)} are trained and {excluded.total()} excluded"
         )
     return {"recorded": len(calls), "trained": len(trained), "excluded": dict(sorted(excluded.items()))}
 

@@ -349,10 +349,7 @@ class ParserWorker:
     def _distinguish(
         self, request: Json, prompts: list[list[int]], answers: Json, pairs: list[list[str | None]], random: Random
     ) -> list[tuple[int, list[int]]]:
-        """Return random answers that these pairs of parsers parse differently, each as (index in `prompts`, ids).
-
-        See `ParserProcess.distinguish`.
-        """
+        """Return random answers that tell the pairs of parsers apart. See `ParserProcess.distinguish`."""
         out: list[tuple[int, list[int]]] = []
         for _ in range(max(_FEWEST, _COMPARISONS // len(pairs))):
             number, body = random.randrange(len(prompts)), vary(answers["bodies"], random)

@@ -149,10 +149,8 @@ class RequestChains:
     """The node at the end of `prompt`; None if `prompt` is empty."""
 
     def extend_messages(self, messages: Sequence[bytes]) -> tuple[tuple[ChainNode, ...], int]:
-        """Return the chain of a later request's messages, and how many of its first nodes are also in this request.
-
-        The caller need not store the shared nodes again.
-        """
+        """Return the chain of a later request's `messages`, and how many nodes at its start are also in this request's
+        chain. The caller need not store those nodes again."""
         shared = 0
         for message, known in zip(messages, self.messages, strict=False):
             if message != known:

@@ -211,7 +211,7 @@ class ShardedCoordinator(ShardedLearner):
             with contextlib.suppress(OSError, EOFError):
                 reasons = self._receive_errors()  # the others' errors explain more than the broken connection
             reason = "; ".join(reasons) or str(error)
-            raise TrainingError(f"another process of this training run ended during {name!r}: {reason}") from error
+            raise TrainingError(f"a process of this training run failed or ended during {name!r}: {reason}") from error
         if failure is not None:
             raise failure
         if errors:
@@ -219,7 +219,7 @@ class ShardedCoordinator(ShardedLearner):
         return result
 
     def _receive_errors(self) -> list[str]:
-        """Wait until the others are done with the method, and return their errors."""
+        """Wait until the other processes have run the method that was sent to them, and return their errors."""
         answers = enumerate([pipe.recv() for pipe in self._pipes], start=1)
         return [f"process {rank} of {self._processes}: {error}" for rank, error in answers if error is not None]
 
