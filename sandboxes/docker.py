@@ -362,7 +362,7 @@ class DockerSandbox(Sandbox):
             raise OSError(f"cannot write {path} in the sandbox: {reason}")
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:
-        """Send all files in one archive, because a second call to Docker would cost more time than many small files."""
+        """Send all files in one archive: one more call to Docker takes longer than many more small files in it."""
         check_tree_paths(files)
         if not files:
             return

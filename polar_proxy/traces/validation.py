@@ -30,10 +30,9 @@ def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
     * An excluded call has a reason, and its answers are in no trace. Each answer of any other call is complete in
       exactly one trace.
     * Each trace matches its calls. Its grade is the best one that its `grade_reasons` allow (`grades.grade_of`).
-    * The tokens before an answer are exactly the prompt of its call. There is one exception, if `on_drift` is
-      `canonical` or `rescore` and drifted calls were joined to the trace. Then a call's answer may follow the answer
-      that the call continues. The tokens between the two answers are the end of the call's own prompt, from the
-      position that `drift.find_context_start` returns.
+    * The tokens before an answer are exactly the prompt of its call. Exception: `on_drift` is `canonical` or `rescore`,
+      and a drifted call was joined to the trace. Then they are the trace up to the answer that the call continues, and
+      the end of the call's own prompt, from the position that `drift.find_context_start` returns.
     * Every drifted call has a drift event, and the event's outcome is `excluded` exactly if the call is excluded.
     """
     by_id = {call.call_id: call for call in calls}

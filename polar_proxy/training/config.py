@@ -210,7 +210,9 @@ class GrpoConfig(BaseModel):
         if self.loss not in LOSS_NAMES:
             raise ValueError(f"there is no loss {self.loss!r}: choose {', '.join(LOSS_NAMES)}")
         if self.submit_jobs and self.feed is None:
-            raise ValueError("`submit_jobs` needs `feed`: without a server the trainer runs its own rollouts")
+            raise ValueError(
+                "`submit_jobs` needs `feed`, the server that gets the jobs; without it, the trainer runs its rollouts"
+            )
         if self.feed is not None and not self.submit_jobs and self.eval_every:
             raise ValueError("`eval_every` needs `submit_jobs`: evaluations are jobs that the trainer submits")
         if self.processes > 1 and self.lora is not None:

@@ -75,7 +75,7 @@ class Conversation:
 
 
 def call_turn(arguments: Sequence[Json], content: str = "") -> Json:
-    """Return an assistant message with one call of the tool `look` for each element of `arguments`, at most two."""
+    """Return an assistant message with a call of the tool `look` for each of `arguments` (at most two)."""
     calls = [
         {"id": id_, "type": "function", "function": {"name": "look", "arguments": json.dumps(each, ensure_ascii=False)}}
         for id_, each in zip(CALL_IDS, arguments, strict=False)
