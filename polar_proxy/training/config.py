@@ -170,6 +170,9 @@ class GrpoConfig(BaseModel):
     """Train an adapter instead of the weights. A checkpoint contains the merged weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward passes. Weights and optimiser are always float32."""
+    activation_checkpointing: bool = False
+    """Compute the activations of each block of the model again in the backward pass, instead of keeping them. A step
+    takes about a third longer and needs much less memory."""
     device: str = "cpu"
     processes: int = Field(1, ge=1)
     """Number of processes over which weights, gradients and optimiser are sharded (FSDP2, training/policy/fsdp.py).

@@ -40,7 +40,7 @@ from torch import Tensor
 from polar_proxy.errors import TrainingError
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.policy.model import Learner, WeightsAfterStep, load_model
+from polar_proxy.training.policy.model import Learner, WeightsAfterStep, blocks_of, load_model
 from polar_proxy.training.policy.packing import Microbatch, Pack, assign_to_processes, pack_for_processes
 from polar_proxy.training.policy.tree import Ids, build_tree
 from polar_proxy.training.step_stats import StepAccumulator, StepStats
@@ -302,10 +302,8 @@ def _shard_model(model: Any, mesh: Any) -> Any:
     Embeddings, norm and head are sharded together, as the root module."""
     from torch.distributed.fsdp import fully_shard
 
-    blocks = set(getattr(model, "_no_split_modules", None) or ())
-    for module in list(model.modules()):
-        if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh)
     # Reshard the root after every forward pass too: one without a backward pass would leave it gathered.
     return fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
