@@ -73,6 +73,7 @@ class Measurement:
     budget: int
     device: str
     dtype: str
+    activation_checkpointing: bool
     threads: int
     repeat: int
 
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=int, default=CONFIG.max_tokens_per_microbatch, help="tokens of one forward pass"
     )
+    parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=2, help="measured steps, after one for warming up")
     parser.add_argument("--count", action="store_true", help="only count, measure nothing")
@@ -126,6 +128,7 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
             "model": arguments.model.name,
             "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
             "dtype": arguments.dtype,
+            "activation_checkpointing": arguments.activation_checkpointing,
             "threads": arguments.threads,
             "max_tokens_per_microbatch": arguments.budget,
             "torch": torch.__version__,
@@ -177,6 +180,7 @@ def compare(layouts: dict[str, tuple[TrainingSequence, ...]], arguments: argpars
                 arguments.budget,
                 arguments.device,
                 arguments.dtype,
+                arguments.activation_checkpointing,
                 arguments.threads,
                 arguments.repeat,
             )
@@ -215,6 +219,7 @@ def measure(work: Measurement) -> tuple[dict[str, float], dict[str, torch.Tensor
             "max_sequence_length": work.budget,
             "device": work.device,
             "dtype": work.dtype,
+            "activation_checkpointing": work.activation_checkpointing,
         }
     )
     learner = (Learner if work.layout == "tree" else FlatLearner)(load_model(work.model, work.device), config)
