@@ -71,11 +71,12 @@ def load_model(path: Path | str, device: str = "cpu") -> Any:
 def blocks_of(model: Any) -> list[Any]:
     """Return the repeated blocks of a Transformers model: its decoder layers."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    names |= {f"FSDP{name}" for name in names}  # the class of a block that FSDP2 has sharded
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Let each block keep only its input for the backward pass, which runs the block again.
+    """Let each block of a model keep only its input. The backward pass then runs the block again.
 
     Raises TrainingError if the model does not name its blocks.
     """
