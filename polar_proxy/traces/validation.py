@@ -122,10 +122,10 @@ def _prompt_problems(
 
 
 def _is_allowed_join(trace: Trace, number: int, calls: Mapping[str, CallRecord], build: BuildResult) -> bool:
-    """Return whether `on_drift` allows the tokens before the answer in span `number` to differ from the call's prompt.
+    """Return whether the tokens before the answer in span `number` may differ from the call's prompt.
 
-    The previous answer in the trace must be the answer that the call continues. The context between the two answers
-    must begin where `find_context_start` says.
+    They may if `on_drift` allows it, the previous answer in the trace is the answer that the call continues, and the
+    context between the two answers begins where `find_context_start` says.
     """
     if build.on_drift not in ("canonical", "rescore") or "canonical" not in build.grade_reasons.get(trace.trace_id, ()):
         return False
