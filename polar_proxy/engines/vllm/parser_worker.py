@@ -22,8 +22,8 @@ A failed request is answered with {"error": text}. With `feed`, an answer goes t
 vLLM's chat route, one token at a time, with the request as that route changes it (`adjust_request`). With `match`,
 samples of the server's answers go through the parser in the chunks in which the server streamed them (`chunks`),
 because some parsers lose calls if several tokens come at once. Conversations are rendered by the renderer of the chat
-route, with its defaults. For most models the renderer uses the chat template. For gpt-oss it uses a library (openai-
-harmony), and for some other models code in vLLM.
+route, with its defaults. For most models the renderer uses the chat template. For gpt-oss it uses a library
+(openai-harmony), and for some other models code in vLLM.
 """
 
 from __future__ import annotations
