@@ -32,7 +32,7 @@ class BusyClock:
             self._earlier += self._clock() - self._since
 
     def seconds(self) -> float:
-        """Return the measured seconds. The calls that are in the engine now count up to this moment."""
+        """Return the seconds measured so far. A call that is still in the engine counts up to this moment."""
         return self._earlier + (self._clock() - self._since if self._calls else 0.0)
 
 

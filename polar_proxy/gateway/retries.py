@@ -7,8 +7,8 @@ earlier request if
 
 * the earlier request lost its client before the last byte, and is still being answered, or
 * the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal request.
-  But if the last equal request failed, or an earlier one failed and was not retried yet, the marked request may be the
-  retry of the failed request. So the marked request is sampled.
+  Exception: if that request failed, or an equal request before it failed and was not retried yet, the marked request
+  may be the retry of a failed request. Then it joins none, and a new answer is sampled.
 
 With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
 answered; with `never`, it joins none.

@@ -29,8 +29,8 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""Number of keys inside a long assistant turn that are made from all messages of the turn so far, merged into one.
-Merging for every key would take quadratic time, so each further key only adds one message to the key before."""
+"""In a long assistant turn, this many keys are each made from all messages of the turn so far, merged into one. Merging
+for every key would take quadratic time, so each later key is made from the key before it and one more message."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""

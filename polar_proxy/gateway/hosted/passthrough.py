@@ -191,7 +191,8 @@ class PassthroughEncoder(Encoder):
 
 @dataclass
 class _NoEncoder(Encoder):
-    """Stands in for the encoder of a body that Polar cannot parse: a broken stream just ends."""
+    """Replaces the encoder if Polar cannot parse the request's body. A stream that breaks then ends without an error
+    event."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
         return b""

@@ -103,7 +103,8 @@ def _count_separators(body: bytes) -> int:
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:
-    """Yield the body in pieces, so that no search holds the GIL for long. No escape sequence is split."""
+    """Yield the body in pieces, so that searching one piece does not hold the GIL for long. No escape sequence is
+    split."""
     start = 0
     while piece := body[start : start + _PIECE]:
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
