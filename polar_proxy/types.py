@@ -151,7 +151,7 @@ class Sampling:
     repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """True if the client asks for log-probabilities, which are always recorded: the engine sets `SampleEvent.tokens`."""
+    """True if the client asks for log-probabilities (always recorded). The engine then sets `SampleEvent.tokens`."""
     top_logprobs: int = 0
     """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
 
