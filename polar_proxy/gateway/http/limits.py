@@ -196,9 +196,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
     def parse(self, piece: memoryview) -> None:
         self._bytes_since_progress += len(piece)
         HttpToolsProtocol.data_received(self, piece)  # type: ignore[arg-type]  # the parser reads any buffer
-        limits = self.limits
-        too_large = self._bytes_since_progress > limits.head_kb << 10 or len(self.headers or ()) > limits.headers
-        if self._reading and too_large and not self.closing:
+        if self._reading and self._bytes_since_progress > self.limits.head_kb << 10 and not self.closing:
             self._refuse(self._head_problem())
 
     def parse_held(self) -> None:
@@ -221,6 +219,11 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._reading = "head"
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > self.limits.headers:
+            self._stop(self._head_problem())
 
     def on_headers_complete(self) -> None:
         fields = dict(self.headers)
@@ -272,7 +275,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
 
     def _head_is_too_large(self) -> bool:
         limits = self.limits
-        if len(self.url) > limits.url_kb << 10 or len(self.headers) > limits.headers:
+        if len(self.url) > limits.url_kb << 10:
             return True
         if self._bytes_since_progress <= limits.head_kb << 10:
             return False
