@@ -3,11 +3,13 @@
     polar run swe-task --instances 3 --samples 16 --harness mini-swe-agent --db groups.db
     python benchmarks/tree_packing.py --db groups.db --json     # each finished group of the database
     python benchmarks/tree_packing.py --made-up 16              # a made-up group of long conversations
+    python benchmarks/tree_packing.py --made-up 16 --shape 0.5b --device cuda --dtype bfloat16 --budget 16384
 
 All three train the same sampled tokens with the same loss, so their gradients must agree: `gradient_gap` is the largest
 difference from that of per_call, as a share of the largest gradient. `seconds` is the median wall time of a step
 (forward, backward, update), `cpu_seconds` its processor time. Each layout runs in a separate process; `peak_mb` is
-the resident memory that its steps added. `--count` only counts tokens and pairs, and measures nothing.
+the resident memory that its steps added; on a GPU, the memory that they needed beside weights and optimiser. `--count`
+only counts tokens and pairs, and measures nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import multiprocessing
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -68,6 +71,9 @@ class Measurement:
     sequences: tuple[TrainingSequence, ...]
     model: Path
     budget: int
+    device: str
+    dtype: str
+    activation_checkpointing: bool
     threads: int
     repeat: int
 
@@ -86,8 +92,14 @@ def main() -> None:
     parser.add_argument("--observation", type=int, default=65, help="made-up group: tokens between two calls")
     parser.add_argument("--model", type=Path, default=POLAR_TINY)
     parser.add_argument(
+        "--shape", choices=("0.5b",), help="instead of --model: random weights in the shape of Qwen2.5-0.5B"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
         "--budget", type=int, default=CONFIG.max_tokens_per_microbatch, help="tokens of one forward pass"
     )
+    parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=2, help="measured steps, after one for warming up")
     parser.add_argument("--count", action="store_true", help="only count, measure nothing")
@@ -95,10 +107,28 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.db is None) == (arguments.made_up is None):
         parser.error("give --db or --made-up")
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.shape:
+            arguments.model = save_random_policy(Path(folder) / arguments.shape)
+        report = make_report(arguments)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print("| group | layout | sequences | tokens | pairs | step, s | processor, s | peak, MB | gradient gap |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for row in table_rows(report["groups"]):
+            print(row)
+
+
+def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the setting, and the measurements of each group. Raises SystemExit if there is no group to measure."""
     groups = asyncio.run(recorded_groups(arguments.db)) if arguments.db else [("made-up", made_up_group(arguments))]
     report = {
         "setting": {
             "model": arguments.model.name,
+            "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
+            "dtype": arguments.dtype,
+            "activation_checkpointing": arguments.activation_checkpointing,
             "threads": arguments.threads,
             "max_tokens_per_microbatch": arguments.budget,
             "torch": torch.__version__,
@@ -115,13 +145,26 @@ def main() -> None:
     }
     if not report["groups"]:
         raise SystemExit(f"{arguments.db} has no finished group with a sampled token")
-    if arguments.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print("| group | layout | sequences | tokens | pairs | step, s | processor, s | peak, MB | gradient gap |")
-        print("|---|---|---|---|---|---|---|---|---|")
-        for row in table_rows(report["groups"]):
-            print(row)
+    return report
+
+
+def save_random_policy(folder: Path) -> Path:
+    """Save a model with random weights in the shape of Qwen2.5-0.5B (0.49 billion weights), without a tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
 
 
 def compare(layouts: dict[str, tuple[TrainingSequence, ...]], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -131,7 +174,15 @@ def compare(layouts: dict[str, tuple[TrainingSequence, ...]], arguments: argpars
         reference: dict[str, torch.Tensor] | None = None
         for layout, sequences in layouts.items():
             work = Measurement(
-                layout, sequences, arguments.model, arguments.budget, arguments.threads, arguments.repeat
+                layout,
+                sequences,
+                arguments.model,
+                arguments.budget,
+                arguments.device,
+                arguments.dtype,
+                arguments.activation_checkpointing,
+                arguments.threads,
+                arguments.repeat,
             )
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 measurements, gradients = pool.submit(measure, work).result()
@@ -162,23 +213,42 @@ def count(layout: str, sequences: Sequence[TrainingSequence], budget: int) -> di
 def measure(work: Measurement) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return median times and peak memory of steps, and the gradient."""
     torch.set_num_threads(work.threads)
-    config = CONFIG.model_copy(update={"max_tokens_per_microbatch": work.budget, "max_sequence_length": work.budget})
-    learner = (Learner if work.layout == "tree" else FlatLearner)(load_model(work.model), config)
+    config = CONFIG.model_copy(
+        update={
+            "max_tokens_per_microbatch": work.budget,
+            "max_sequence_length": work.budget,
+            "device": work.device,
+            "dtype": work.dtype,
+            "activation_checkpointing": work.activation_checkpointing,
+        }
+    )
+    learner = (Learner if work.layout == "tree" else FlatLearner)(load_model(work.model, work.device), config)
     batch = TrainingBatch(work.sequences, ("group",), (), BatchPlan(()))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, cpu = [], []
-    for _ in range(work.repeat + 1):
+    before = memory_mb(work.device)
+    for step in range(work.repeat + 1):
+        if work.device == "cuda" and step == 1:  # the optimiser's state exists now
+            before = torch.cuda.memory_allocated() / 2**20
+            torch.cuda.reset_peak_memory_stats()
         started, cpu_started = time.perf_counter(), time.process_time()
-        learner.update(batch, 0)
+        learner.update(batch, 0)  # reads the loss, so it returns after the GPU's work
         wall.append(time.perf_counter() - started)
         cpu.append(time.process_time() - cpu_started)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    gradients = {name: one.grad.clone() for name, one in learner.model.named_parameters() if one.grad is not None}
+    peak = memory_mb(work.device)
+    gradients = {name: one.grad.cpu() for name, one in learner.model.named_parameters() if one.grad is not None}
     return {
         "seconds": statistics.median(wall[1:] or wall),
         "cpu_seconds": statistics.median(cpu[1:] or cpu),
-        "peak_mb": (after - before) / 1024,
+        "first_seconds": wall[0],
+        "peak_mb": peak - before,
     }, gradients
+
+
+def memory_mb(device: str) -> float:
+    """Return the largest memory used until now, MiB: of the GPU by tensors, or of this process."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def gradient_gap(reference: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> float:

@@ -1,6 +1,6 @@
 """Work outside of the event loop, for large requests.
 
-A thread and the event loop take turns with the interpreter, but nothing interrupts a single C function, such as the
+A thread and the event loop use the interpreter in turns, but nothing interrupts a single C function, such as the
 parsing of a whole body. So the thread rests after each piece of work for as long as the piece took. One such
 thread then takes half of the interpreter's time at most, and the loop never waits for more than one C function. A
 process has only a few such threads. If several work at once, they may take more than half together.

@@ -146,8 +146,10 @@ def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> T
             raise ValueError(f"The parent {here.parent_trace_id} of the trace {here.trace_id} is missing")
         shared = here.branch_at - parent.branch_at
         if not 0 < shared <= len(parent.token_ids):
-            position = f"a position outside of the tokens of {parent.trace_id}"
-            raise ValueError(f"The trace {here.trace_id} branches from {parent.trace_id} at {position}")
+            raise ValueError(
+                f"The trace {here.trace_id} cannot branch from {parent.trace_id} at position {here.branch_at}, because "
+                f"{parent.trace_id} has no such position"
+            )
         pieces.append((parent, shared))
         here = parent
     pieces.reverse()

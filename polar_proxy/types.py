@@ -40,6 +40,7 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinki
 """Types of content parts that are text or reasoning."""
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_PAIRS = [first + second for first in _ALPHABET for second in _ALPHABET]
 _id_lock = threading.Lock()
 _id_last = 0
 
@@ -55,7 +56,7 @@ def new_id(prefix: str) -> str:
 
 def encode_id(prefix: str, value: int) -> str:
     """Return the id that encodes a 100-bit number: microseconds since the epoch, followed by 40 random bits."""
-    return prefix + "_" + "".join([_ALPHABET[(value >> shift) & 31] for shift in range(95, -5, -5)])
+    return prefix + "_" + "".join([_PAIRS[value >> shift & 1023] for shift in range(90, -10, -10)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +151,7 @@ class Sampling:
     repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """True if the client asks for log-probabilities. The engine then sets `SampleEvent.tokens`. Log-probabilities are
-    recorded in any case."""
+    """True if the client asks for log-probabilities (always recorded). The engine then sets `SampleEvent.tokens`."""
     top_logprobs: int = 0
     """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
 

@@ -140,8 +140,8 @@ def agent_uid(sandbox_id: str) -> int:
 
 
 def bwrap_command(memory_mb: int | None = None) -> list[str]:
-    """Return the bwrap command line, without the mounts of one sandbox. The temporary folders hold at most `memory_mb`
-    together.
+    """Return the part of the bwrap command line that is the same for every sandbox; each adds its own mounts. The
+    temporary folders hold at most `memory_mb` together.
 
     If Polar runs as root, no user namespace is made. In a user namespace made by root, the agent would be the kernel's
     user 0, the owner of the settings in /proc/sys, for example. Users other than root need a user namespace to make

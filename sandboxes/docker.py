@@ -319,11 +319,12 @@ class DockerSandbox(Sandbox):
             raise SandboxEnded("a command could not be killed, so the sandbox was closed")
 
     async def _container_ended(self) -> bool:
-        """Return whether the container was ended from outside. Return False if only the command ended, or if the kernel
-        ended the container because programs inside filled its memory.
+        """Return whether the container was ended from outside. Return False if only a command in it ended, or if the
+        kernel ended the container because programs inside filled its memory.
 
-        For a moment Docker reports a killed container as running, so a new command is tried. If the command succeeds,
-        the container runs. The command may also fail because of the limit of processes: then Docker's report decides.
+        For a moment Docker reports a killed container as running, so a trial command is run first. If the trial
+        succeeds, the container runs. If it fails, the container may have reached its limit of processes instead, so
+        Docker's report decides.
         """
         with contextlib.suppress(SandboxError):
             if (await self.exec(PROBE, cwd="/")).exit_code == 0:
@@ -361,7 +362,7 @@ class DockerSandbox(Sandbox):
             raise OSError(f"cannot write {path} in the sandbox: {reason}")
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:
-        """Send all files in one archive, because a second call to Docker would cost more time than many small files."""
+        """Send all files in one archive: one more call to Docker takes longer than many more small files in it."""
         check_tree_paths(files)
         if not files:
             return

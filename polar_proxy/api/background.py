@@ -107,8 +107,8 @@ def callback_secret(settings: Settings) -> str:
     if secret is None and path.exists():
         secret = path.read_text().strip()
     elif secret is None:
-        secret = webhooks.new_secret()
-        write_private(path, secret)
+        write_private(path, webhooks.new_secret(), keep_existing=True)
+        secret = path.read_text().strip()  # of another server, if one has started at the same time
     webhooks.sign("check", 0, "", secret)
     return secret
 

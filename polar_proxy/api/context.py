@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Send
 
 from polar_proxy.api_models import API_PREFIX, ErrorResponse, Role
-from polar_proxy.atomic_file import replace_file
+from polar_proxy.atomic_file import create_file, replace_file
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import ApiError, PolarError, UsageError
@@ -299,11 +299,15 @@ async def local_admin_key(store: Store, home: Path) -> Path:
     return path
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file atomically, so that only its owner can read it. Raises UsageError if it cannot be written."""
+def write_private(path: Path, text: str, *, keep_existing: bool = False) -> None:
+    """Write a file atomically, so that only its owner can read it. Raises UsageError if it cannot be written.
+
+    `keep_existing`: write nothing if the file exists, even if another process has just made it.
+    """
+    write = create_file if keep_existing else replace_file
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_file(path, f"{text}\n".encode())
+        write(path, f"{text}\n".encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
 

@@ -1,6 +1,6 @@
 """Routes of jobs: submit, list, cancel, pause and resume them, and follow their events.
 
-A stream of events can be continued on any server of the database. Format:
+A client can continue a stream of events at any server that uses the same database. Format:
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 

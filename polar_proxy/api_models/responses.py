@@ -448,7 +448,8 @@ class ServiceState(ApiResponseModel):
     paused_until: float | None = None
     """When this server's own pause ends. A pause of all servers is in `fleet`."""
     problem: str | None = None
-    """Why this server paused itself: its sandboxes failed their self-test, so programs may be able to break out."""
+    """Why this server paused itself, if it did. It does so if its sandboxes fail their self-test, because programs may
+    then be able to break out."""
     in_flight: int | None = None
     """Number of rollouts that this server works on."""
     stages: dict[str, StageLimitState] | None = None

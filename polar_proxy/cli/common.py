@@ -248,8 +248,8 @@ def read_store_or_server(
 ) -> T:
     """Return the result of `from_server` if there is a --url or POLAR_URL, otherwise that of `from_store`.
 
-    A read-only command opens the database itself, because importing the API into this process takes a second.
-    `patient`: see `connect`.
+    Without a URL, the database is read directly: running the API in this process would take a second more, for its
+    imports. `patient`: see `connect`.
     """
     settings = load_client_settings(url, db)
     if settings.url is not None:

@@ -172,7 +172,8 @@ def _print_ready(gateway: Gateway, db: str, model: str, key_file: Path) -> None:
 
 
 def _print_welcome(gateway: Gateway, settings: Settings, db: str, model: str, key_file: Path) -> None:
-    """Print what is served, and commands to continue with. They work as printed in a shell with the same POLAR_HOME."""
+    """Print what is served, and commands to continue with. In a shell with the same POLAR_HOME, they work exactly as
+    they are printed."""
     from polar_proxy.engines.bundled import ABILITY, is_bundled
 
     out.print(styled("[bold]Polar[/] serves {} at {} and records into {}", model, gateway.url, db), soft_wrap=True)

@@ -307,7 +307,7 @@ def export(
         str, typer.Option(help="Export the traces that this builder made: merged, per_call, tree or rescored.")
     ] = "merged",
     all_grades: Annotated[
-        bool, typer.Option(help="Also export traces of the grades approximate and rejected.")
+        bool, typer.Option(help="Also export traces that were graded approximate or rejected.")
     ] = False,
     advantage: Annotated[
         str, typer.Option(help="Advantage function of the formats trl and tinker: grpo, dr_grpo, rloo, mc_grpo, raft.")

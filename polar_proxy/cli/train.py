@@ -69,7 +69,9 @@ def grpo(
     concurrency: options.Concurrency = None,
     feed: Annotated[
         str | None,
-        typer.Option(help="URL of a server: train here on the groups of its feed. Rollouts run on the server."),
+        typer.Option(
+            help="URL of a server, where rollouts run. Training runs on this machine, on the groups of its feed."
+        ),
     ] = None,
     submit_jobs: Annotated[
         bool | None, typer.Option("--submit-jobs", help="With --feed: also submit the rollout jobs to the server.")

@@ -343,7 +343,7 @@ def edge_counts(calls: Iterable[CallRecord]) -> Counter[str]:
 
 
 def joined_retries(run: ScenarioRun) -> int:
-    """Return how many model requests got the answer of an earlier request's call."""
+    """Return how many model requests were retries that got the answer of an earlier request."""
     answered = [exchange.call_id for exchange in run.exchanges if exchange.model_call and exchange.call_id is not None]
     return len(answered) - len(set(answered))
 

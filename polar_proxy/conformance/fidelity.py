@@ -68,8 +68,8 @@ class ExplainedDrift:
     rendered: tuple[str, ...]
     """Texts of the tokens from `position` on, as the engine rendered them."""
     causes: tuple[DriftCause, ...]
-    """Why the prompt differs. If `retokenised` is followed by other causes, the first tokens that differ have the same
-    text; the other causes explain why later texts differ."""
+    """Why the prompt differs. `retokenised`: other tokens for the same text. Causes after it explain the later places
+    where the text differs too."""
 
 
 @dataclass(slots=True)

@@ -151,7 +151,8 @@ class ScriptedModel:
         return self._main_reply(received)
 
     def _main_reply(self, received: ReceivedRequest) -> ScriptedReply:
-        """Return the reply to the main conversation, with the faults, delays and full context of the scenario."""
+        """Return the reply to the main conversation. If the scenario says so, it is a fault, is late, or reports that
+        the context is full."""
         number = received.step
         step = self.steps[number] if number < len(self.steps) else "finish"
         subagent, agent_id = f"child-{self.nonce}", _subagent_id(received.request)

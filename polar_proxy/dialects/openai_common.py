@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Self
 
 import orjson
@@ -68,8 +69,12 @@ class SamplingFields(RequestFields):
     logit_bias: Annotated[dict[str, Any], AfterValidator(_biases)] | None = None
 
     def sampling(self, *, max_tokens: int | None, logprobs: bool, top_logprobs: int) -> Sampling:
-        shared: Json = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        shared = dict(zip(_SHARED_FIELDS, _shared_values(self), strict=True))
         return Sampling(**shared, max_tokens=max_tokens, logprobs=logprobs, top_logprobs=top_logprobs)
+
+
+_SHARED_FIELDS = tuple(SamplingFields.model_fields)
+_shared_values = attrgetter(*_SHARED_FIELDS)
 
 
 class StreamFields(SamplingFields):

@@ -1,4 +1,5 @@
-"""Interpretation of servers' log-probabilities: their distribution, and their values at another temperature."""
+"""Interpretation of servers' log-probabilities: from which distribution they are (before or after the temperature), and
+their values at another temperature."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobM
         return "processed"
     raise ValueError(
         "returns log-probabilities that are neither raw nor processed: from temperature 1 to 2, the difference between "
-        f"two tokens changed by the factor {ratio:.2f} (expected: 1.0 if raw, 0.5 if processed)."
+        f"those of two tokens changed by the factor {ratio:.2f} (expected: 1.0 if raw, 0.5 if processed)."
     )
 
 

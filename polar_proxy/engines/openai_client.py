@@ -119,7 +119,9 @@ class OpenAIClient:
         started = time.monotonic()
         for last in (False, True):
             try:
-                async with asyncio.timeout(ANSWER_SECONDS if method == "GET" else None):
+                if method != "GET":
+                    return await self._http.request(method, path, raw, fields=fields)
+                async with asyncio.timeout(ANSWER_SECONDS):
                     return await self._http.request(method, path, raw, fields=fields)
             except NoResponseError as error:
                 if last or time.monotonic() - started > RETRY_WITHIN_SECONDS:

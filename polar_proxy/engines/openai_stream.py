@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
+from operator import itemgetter
 from typing import Any
 
 import orjson
@@ -30,6 +31,7 @@ MISSING_BELOW = -9000.0
 """A log-probability below this counts as missing. vLLM floors log-probabilities at -9999.0; no float32 softmax over
 real logits gives such a small value."""
 UNKNOWN_ID = -1
+_TOKEN_OF, _LOGPROB_OF = itemgetter("token"), itemgetter("logprob")
 _ID_NAME = "token_id:"
 """Prefix of a token's text if the server sends ids in place of texts."""
 _CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum model length", re.IGNORECASE)
@@ -44,6 +46,8 @@ class _PendingEvent:
     reasoning: str = ""
     tools: list[ToolDelta] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    entries: list[Json] = field(default_factory=list)
+    """The log-probabilities of the last ids as the server sent them. `ChunkDecoder._read_entries` reads them."""
     logprobs: list[float] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
     top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
@@ -114,12 +118,9 @@ class ChunkDecoder:
                     pending.text += text
                 ids = choice.get("token_ids")
                 logprobs = choice.get("logprobs")
-                if plain and ids and logprobs and len(ids) == len(entries := logprobs.get("content") or []) == 1:
-                    # Most chunks carry one token. The same as `_add_evidence`, in a third of the time.
-                    entry = entries[0]
-                    self._check_ids(ids, (entry.get("token", ""),))
-                    pending.ids.append(ids[0])
-                    pending.logprobs.append(_real(entry["logprob"]))
+                if plain and ids and logprobs and len(ids) == len(entries := logprobs.get("content") or ()):
+                    pending.ids += ids  # the most frequent case: the entries of many chunks are read together
+                    pending.entries += entries
                 elif ids or logprobs:
                     self._add_evidence(pending, ids or (), logprobs)
                 if finish := choice.get("finish_reason"):
@@ -129,6 +130,8 @@ class ChunkDecoder:
                     if spans := choice.get("weight_versions"):
                         pending.versions = version_runs(spans)
                     self._open.discard(index)
+        for pending in held.values():
+            self._read_entries(pending)
         # The last event waits for the end of the answer, because the usage chunk comes after it.
         for index in [index for index, pending in held.items() if self._open or pending.finish is None]:
             self._emit(index, held.pop(index), out)
@@ -178,17 +181,26 @@ class ChunkDecoder:
 
     def _stage(self, stage: int, index: int, pending: _PendingEvent, out: list[SampleEvent]) -> _PendingEvent:
         if stage < pending.stage:
+            self._read_entries(pending)
             self._emit(index, pending, out)
             pending = self._held[index] = _PendingEvent()
         pending.stage = stage
         return pending
 
+    def _read_entries(self, pending: _PendingEvent) -> None:
+        """Read the collected entries of a pending event, one for each of its last ids."""
+        if entries := pending.entries:  # `map`, because loops over all tokens would take most of the decoding time
+            self._check_ids(pending.ids[-len(entries) :], _texts_of(entries))
+            pending.logprobs += _reals(list(map(_LOGPROB_OF, entries)))
+            pending.entries = []
+
     def _add_evidence(self, pending: _PendingEvent, ids: Sequence[int], logprobs: Json | None) -> None:
         """Add the ids of one chunk with their log-probabilities."""
+        self._read_entries(pending)
         values: Sequence[Any] = ()
         if logprobs:
             reported = logprobs.get("token_logprobs")  # completions
-            values = [entry["logprob"] for entry in logprobs.get("content") or ()] if reported is None else reported
+            values = list(map(_LOGPROB_OF, logprobs.get("content") or ())) if reported is None else reported
         aligned = len(values) == len(ids)
         if ids and aligned and logprobs:
             self._check_ids(ids, _token_texts(logprobs))
@@ -278,8 +290,15 @@ def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
 def _token_texts(logprobs: Json) -> Sequence[str]:
     """Return the token text that belongs to each log-probability of a chunk."""
     if "token_logprobs" not in logprobs:
-        return [entry.get("token", "") for entry in logprobs.get("content") or ()]
+        return _texts_of(logprobs.get("content") or ())
     return logprobs.get("tokens") or [""] * len(logprobs["token_logprobs"] or ())
+
+
+def _texts_of(entries: Sequence[Json]) -> Sequence[str]:
+    try:
+        return list(map(_TOKEN_OF, entries))
+    except KeyError:  # some servers leave the text out
+        return [entry.get("token", "") for entry in entries]
 
 
 def _chat_entries(logprobs: Json) -> Sequence[Json]:

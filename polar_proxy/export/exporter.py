@@ -95,8 +95,8 @@ async def export_lines(
     """Yield rows of the format `form`, one line at a time. The counts in `report` are complete at the end.
 
     `where` selects rollouts, and `session_ids` selects sessions. By default, rows are made of every rollout and of
-    every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; the records of
-    trl and tinker have an advantage.
+    every session without a rollout. The formats of trainers outside Polar are made from the rows of tokens-jsonl; only
+    those for trl and tinker have an advantage.
 
     Raises UsageError before the first row if the format, the builder or the advantage is unknown, if the builder `tree`
     is combined with a trainer's format, if the conditions are invalid, or if both conditions and sessions are given.

@@ -1,16 +1,16 @@
 """The process that makes exports for a server: `python -m polar_proxy.export.worker`. `processes.py` starts it.
 
-It reads lines of JSON: first {"url"} of the database, then for each export the options of `export_lines`. It answers
-with lines of JSON:
+It reads lines of JSON: first `{"url": ...}`, the URL of the database; then, for each export, the options of
+`export_lines`; and during an export `{"turn": "given"}`. It answers with lines of JSON:
 
-{"rows": N}          N bytes of rows follow
-{"turn": "wanted"}   the process waits for {"turn": "given"} before it reads a session into memory
-{"turn": "over"}     the session is no longer in memory
-{"report": ...}      the export is complete (`ExportReport`)
-{"refused": text}    the options are invalid
-{"failed": text}     the export failed, for instance because the database cannot be read
+* `{"rows": N}`: N bytes of rows follow.
+* `{"turn": "wanted"}`: the process waits for `{"turn": "given"}` before it reads a session into memory.
+* `{"turn": "over"}`: the session is no longer in memory.
+* `{"report": ...}`: the export is complete (`ExportReport`).
+* `{"refused": text}`: the options are invalid.
+* `{"failed": text}`: the export failed, for instance because the database cannot be read.
 
-The process ends when its input does.
+The process ends when its input ends.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.docs_page import serve_docs
 from polar_proxy.gateway.http.routes import add_router
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.responses.conversations import ConversationRoute, ConversationRoutes
 from polar_proxy.gateway.responses.stored_responses import StoredResponseRoute, StoredResponseRoutes
 from polar_proxy.gateway.responses.websocket import ResponsesWebSocket
@@ -106,7 +105,7 @@ class GatewayApp:
             foreign = foreign_host(scope["headers"], self._hosts)
             if foreign is not None:
                 error = RequestError(_FOREIGN_HOST.format(foreign), status=403)
-                await send_error(refuse, error, error_format(path))
+                await asgi.send_error(refuse, error, error_format(path))
                 return
         path_key, path = split_path(path)
         if (intercepted := InterceptedRequest.of_scope(scope, self._sandbox_hosts)) is not None:
@@ -123,7 +122,7 @@ class GatewayApp:
         if route is not None:
             dialect, counts_tokens = route
             if scope["method"] != "POST":
-                await send_wrong_method(send, dialect, scope["method"], ("POST",), route=path)
+                await asgi.send_wrong_method(send, dialect, scope["method"], ("POST",), route=path)
             elif counts_tokens:
                 await self._handler.count_tokens(dialect, path_key, scope, receive, send)
             else:
@@ -134,7 +133,7 @@ class GatewayApp:
             await self._conversations.handle(conversation, path_key, scope, receive, send)
         elif inside_sandbox and not _ROUTES_OF_AGENTS.fullmatch(path):
             error = RequestError(f"{path} is not served inside a sandbox.", status=404)
-            await send_error(send, error, error_format(path))
+            await asgi.send_error(send, error, error_format(path))
         else:
             await self._rest({**scope, "path": path}, receive, send)
 
@@ -145,7 +144,7 @@ class GatewayApp:
             await ResponsesWebSocket(self._handler, path, path_key, scope, send).serve(receive)
         else:
             error = RequestError(f"Only /v1/responses is served over a WebSocket, not {path}.", status=426)
-            await send_error(asgi.refuse_upgrade(send), error, error_format(path))
+            await asgi.send_error(asgi.refuse_upgrade(send), error, error_format(path))
 
 
 def foreign_host(headers: asgi.Headers, hosts: frozenset[str]) -> str | None:

@@ -26,8 +26,8 @@ from typing import Self
 _YOUNG = 1
 """The older of the two generations that a step examines."""
 _THRESHOLDS = (20_000, 50, 1_000_000)
-"""Thresholds of Python's own collector, which still runs if many objects are made between two steps. The third is so
-high that the collector never begins a full collection itself."""
+"""Thresholds of Python's own collector, which still runs if many objects are made from one small collection to the
+next. The third is so high that Python never begins a full collection itself."""
 
 
 class GarbageCollection:

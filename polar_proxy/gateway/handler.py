@@ -26,6 +26,7 @@ from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
+from polar_proxy.gateway.answering import BackgroundReply, CallSampler, Reply, as_sampled
 from polar_proxy.gateway.engine_timeouts import EngineWait
 from polar_proxy.gateway.failed_requests import FailedRequests
 from polar_proxy.gateway.health import StoreMonitor
@@ -44,15 +45,12 @@ from polar_proxy.gateway.http.limits import BodyBudget
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext
-from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_stream
 from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.responses.background import BackgroundCalls
 from polar_proxy.gateway.responses.conversations import NewItems, StoredConversations
 from polar_proxy.gateway.responses.stored_calls import StoredCalls
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
-from polar_proxy.gateway.routing import EngineRouter
-from polar_proxy.gateway.sampling import CallSampler, as_sampled
-from polar_proxy.gateway.session_finder import SessionFinder
+from polar_proxy.gateway.routing import EngineRouter, SessionFinder
 from polar_proxy.offload import OffloadThread
 from polar_proxy.prices import PriceTable
 from polar_proxy.sessions.budget import BudgetSpentError, BudgetUsage, Reservation
@@ -172,7 +170,7 @@ class RequestHandler:
             self._metrics.refused.labels(error.status).inc()
             fields = {"dialect": dialect.name, "http_status": error.status, "code": error.code}
             log.debug("a request was refused with status %d (%s)", error.status, error.code, extra={"fields": fields})
-            await send_error(send, error, dialect)
+            await asgi.send_error(send, error, dialect)
 
     def _check_provider_tools(self, parsed: ParsedRequest) -> None:
         """Raise RequestError if the request asks for tools that its provider would run and the settings refuse them."""
@@ -195,7 +193,7 @@ class RequestHandler:
         sampled = as_sampled(request, request.parsed.requests[0])
         encoder = request.parsed.encoder(call_id, int(request.started_at), sampled=sampled)
         stream = encoder.warmed_up(Answer(prompt_ids=(), ended_at=time.time()))
-        await send_stream(send, stream, request.dialect)
+        await asgi.send_stream(send, stream, request.dialect)
 
     async def _join_or_answer(self, request: RequestContext, receive: asgi.Receive, send: asgi.Send) -> None:
         earlier = self.retries.find(request)
@@ -429,7 +427,7 @@ class RequestHandler:
         except (RequestError, EngineError) as error:
             if isinstance(error, RequestError):
                 self._metrics.refused.labels(error.status).inc()
-            await send_error(send, error, dialect)
+            await asgi.send_error(send, error, dialect)
         else:
             await asgi.send_json(send, 200, dialect.count_body(tokens))
 

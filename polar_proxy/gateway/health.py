@@ -31,12 +31,12 @@ MAX_AGE_SECONDS = 1.0
 _ANSWER_SECONDS = 1.5
 """Time after which a check that has not ended counts as hanging."""
 _LOOP_SECONDS = 0.1
-"""The time that a check has taken is counted in steps of this length. If the event loop is busy, a step takes longer,
-but counts as much. So a busy event loop does not make a check count as hanging."""
+"""The duration of a check is counted in waits of this length. If the event loop is busy, a wait takes longer, but is
+still counted with this length. So a busy event loop does not make a check count as hanging."""
 _SLOW_SECONDS = 4.0
 """Time after which an operation counts as slow. The store is then probed, and we go on waiting for the operation only
-if the store answers. If the database server cannot be reached, a commit fails before this time, after
-`group_commit.PATIENCE_SECONDS`. It is then certain that nothing was stored."""
+if the store answers. A commit that cannot reach the database server fails earlier (`group_commit.PATIENCE_SECONDS`);
+then nothing was stored."""
 _PROBE_PAUSE_SECONDS = 1.0
 _RETRY_AFTER = "5"
 """Value of the header `retry-after`, in seconds, if a call could not be recorded."""

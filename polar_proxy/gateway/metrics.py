@@ -32,7 +32,7 @@ class BusyClock:
             self._earlier += self._clock() - self._since
 
     def seconds(self) -> float:
-        """Return the measured seconds. The calls that are in the engine now count up to this moment."""
+        """Return the seconds measured so far. A call that is still in the engine counts up to this moment."""
         return self._earlier + (self._clock() - self._since if self._calls else 0.0)
 
 
@@ -66,9 +66,11 @@ class GatewayMetrics:
             calls = self._calls_by_outcome[outcome] = self.calls.labels(*outcome)
         calls.inc()
         self.prompt_tokens.inc(record.prompt_tokens)
-        self.cached_tokens.inc(record.cached_tokens or 0)
+        if record.cached_tokens:
+            self.cached_tokens.inc(record.cached_tokens)
         self.completion_tokens.inc(record.completion_tokens)
-        self.price.inc(record.price_usd or 0.0)
+        if record.price_usd:
+            self.price.inc(record.price_usd)
         if record.first_token_at is not None:
             self.first_token.observe(record.first_token_at - record.started_at)
         self.duration.observe(record.ended_at - record.started_at)

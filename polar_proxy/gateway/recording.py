@@ -6,9 +6,10 @@ import asyncio
 import logging
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,7 @@ _LOGGED_ENDINGS: Mapping[CallStatus, tuple[int, str]] = {
     "client_gone": (logging.INFO, "was broken off"),
     "upstream_error": (logging.WARNING, "failed"),
 }
+_sampling_values = attrgetter(*SAMPLING_FIELDS)
 CallObserver = Callable[[CallRecord], None]
 """A function that receives each call after its commit. It runs in the event loop, so it must be quick."""
 
@@ -225,10 +227,14 @@ class CallRecorder:
                 self._in_flight.finished([call.call_id])
         return failure
 
-    async def _store_call(self, session: SessionState, record: CallRecord, *, large: bool) -> None:
-        """Store a call. If its session was opened while the store failed, store the session first."""
-        if session.unstored_key is not None:
-            await self._sessions.store_late(session)
+    def _store_call(self, session: SessionState, record: CallRecord, *, large: bool) -> Awaitable[None]:
+        if session.unstored_key is None:
+            return self._store.calls.commit(record, large=large)
+        return self._store_with_session(session, record, large=large)
+
+    async def _store_with_session(self, session: SessionState, record: CallRecord, *, large: bool) -> None:
+        """Store a call of a session that was opened while the store failed."""
+        await self._sessions.store_late(session)
         await self._store.calls.commit(record, large=large)
 
     def _count_unrecorded(self, session: SessionState, record: CallRecord, error: StoreError, *, lost: bool) -> None:
@@ -424,7 +430,8 @@ def recorded_sampling(request: EngineRequest, engine: EngineInfo) -> Json:
     `constrained` is added if the request demanded a tool call or a certain format of the answer. It is True if the
     engine enforced this by a grammar, else False.
     """
-    sent = {name: value for name in SAMPLING_FIELDS if (value := getattr(request.sampling, name)) not in (None, ())}
+    values = zip(SAMPLING_FIELDS, _sampling_values(request.sampling), strict=True)
+    sent: Json = {name: value for name, value in values if value not in (None, ())}
     constrained = is_constrained(request, engine)
     if constrained is not None:
         sent["constrained"] = constrained

@@ -94,6 +94,8 @@ class RequestReader:
     ) -> None:
         """`thread` parses large requests."""
         self._limits = limits
+        self._most_items = dict.fromkeys(_MESSAGE_LISTS, limits.messages) | dict.fromkeys(_TOOL_LISTS, limits.tools)
+        """Maximum number of items of each list in a body."""
         self._router = router
         self._thread = thread
         self._stored_calls = stored_calls
@@ -174,8 +176,7 @@ class RequestReader:
         reservation.take(values * _BYTES_OF_VALUE)
         large = reservation.size > _LARGE_BODY
         body = await self._thread.run(large, asgi.parse_json_object, raw)
-        most_items = dict.fromkeys(_MESSAGE_LISTS, limits.messages) | dict.fromkeys(_TOOL_LISTS, limits.tools)
-        for name, most in most_items.items():
+        for name, most in self._most_items.items():
             items = body.get(name)
             if isinstance(items, list) and len(items) > most and not isinstance(items[0], int):
                 message = f"'{name}' has {len(items)} items; at most {most} are served."

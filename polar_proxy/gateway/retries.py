@@ -7,8 +7,8 @@ earlier request if
 
 * the earlier request lost its client before the last byte, and is still being answered, or
 * the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal request.
-  But if the last equal request failed, or an earlier one failed and was not retried yet, the marked request may be the
-  retry of the failed request. So the marked request is sampled.
+  Exception: if that request failed, or an equal request before it failed and was not retried yet, the marked request
+  may be the retry of a failed request. Then it joins none, and a new answer is sampled.
 
 With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
 answered; with `never`, it joins none.
@@ -45,9 +45,10 @@ new message.
 class ResponseBuffer:
     """Holds one response as it is sent, so that a retry can get it too."""
 
-    def __init__(self, request: RequestContext, grace: float) -> None:
+    def __init__(self, request: RequestContext, key: RetryKey, grace: float) -> None:
         """`grace`: number of seconds for which generation continues without a client, so that a retry can join."""
         self.request = request
+        self.key = key
         self.disconnected = False
         """True if the client that sent the request disconnected before the last byte."""
         self.failed = False
@@ -190,8 +191,8 @@ class RetryCache:
         return same[-1] if request.metadata.retry > 0 or self._policy == "always" else None
 
     def open(self, request: RequestContext) -> ResponseBuffer:
-        buffer = ResponseBuffer(request, self._grace)
-        self._buffers.setdefault(_retry_key(request), []).append(buffer)
+        buffer = ResponseBuffer(request, _retry_key(request), self._grace)
+        self._buffers.setdefault(buffer.key, []).append(buffer)
         return buffer
 
     def close(self, buffer: ResponseBuffer, *, failed: bool) -> None:
@@ -215,10 +216,9 @@ class RetryCache:
                 break
             buffer = self._finished.popleft()
             self._finished_bytes -= buffer.size
-            key = _retry_key(buffer.request)
-            self._buffers[key].remove(buffer)
-            if not self._buffers[key]:
-                del self._buffers[key]
+            self._buffers[buffer.key].remove(buffer)
+            if not self._buffers[buffer.key]:
+                del self._buffers[buffer.key]
 
 
 def _retry_key(request: RequestContext) -> RetryKey:

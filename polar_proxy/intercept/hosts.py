@@ -46,8 +46,8 @@ class ModelHost:
     """Host names. `*` matches letters, digits and hyphens, but no dot."""
     rules: tuple[PathRule, ...]
     wildcard_values: tuple[str, ...] = ()
-    """Known values of `*`, such as regions. In sandboxes, only the names with these values and those in the setting
-    `gateway.model_hosts` are intercepted, because /etc/hosts has no patterns."""
+    """Known values of `*`, such as regions. /etc/hosts cannot hold patterns. So in sandboxes, Polar intercepts only the
+    host names that have one of these values in place of `*`, and the host names in `gateway.model_hosts`."""
     others_pass: bool = False
     """True for hosts that serve more than models: if no rule matches a request, `polar intercept` sends the request to
     the host itself."""

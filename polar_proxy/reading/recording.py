@@ -30,7 +30,7 @@ _SESSION_COLUMNS = (
 class Recording:
     """A database to read. `where` selects rollouts as `polar export --where` does: `reward>=1, harness=codex`.
 
-    With `where`, sessions, calls and traces are those of the selected rollouts.
+    If `where` is given, sessions, calls and traces are only those of the selected rollouts.
     """
 
     def __init__(self, db: str | None = None) -> None:
@@ -79,6 +79,8 @@ class Recording:
                     for session_id, builder in dict.fromkeys(zip(found["session_id"], found["builder"], strict=True))
                     for trace in await store.traces.find(session_id=session_id, builder=builder)
                 }
+                if not traces.keys() >= set(found["trace_id"]):  # a session's traces were built anew between the reads
+                    return await load(store)
                 own = [traces[name] for name in found["trace_id"]]
                 found["token_ids"] = [trace.token_ids.tolist() for trace in own]
                 found["loss_mask"] = [trace.loss_mask.astype(int).tolist() for trace in own]

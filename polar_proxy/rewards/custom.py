@@ -84,9 +84,9 @@ def _last_number(result: CommandResult) -> float:
     try:
         value = float(last)
     except ValueError:
-        raise ValueError(f"its last line is not a number: {last[:80]!r}") from None
+        raise ValueError(f"the last line of its output is not a number: {last[:80]!r}") from None
     if not math.isfinite(value):
-        raise ValueError(f"its last line is not a finite number: {last}")
+        raise ValueError(f"the last line of its output is not a finite number: {last}")
     return value
 
 

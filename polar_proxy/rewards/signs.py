@@ -1,8 +1,9 @@
 """Signs of reward hacking, and their effect on a score.
 
 A sign says that a patch may aim at the reward instead of the task. An honest patch can show a sign (a project's own
-conftest.py), and a dishonest patch may show no sign. So signs change no reward unless the user says so. Only the signs
-that Polar's test runner finds (`isolated`) are certain: if the runner finds a sign, it counts every test as failed.
+conftest.py), and a dishonest patch may show no sign. So signs change no reward unless the user says so. There is one
+exception: the signs that Polar's own test runner finds (evaluator option `isolated`) are certain, so the runner then
+counts every test as failed.
 """
 
 from __future__ import annotations

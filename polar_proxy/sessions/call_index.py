@@ -88,11 +88,11 @@ class CallIndex:
     by_conversation: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """Answers by a hash of all messages of the conversation up to and including the answer."""
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """Answers by a hash of all assistant turns up to and including the answer, without other messages."""
+    """Hash -> answers. The hash is that of the assistant turns up to and including the answer, without other
+    messages."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
-    """Calls by the digest of two messages: the answer, and the message before it. If the answer is long or has tool
-    calls, the answer alone identifies its call. Such a call is also found by the key (digest of the answer, ids of its
-    tool calls)."""
+    """Calls by the digest of two messages: the answer, and the message before it. A call whose answer is long or has
+    tool calls has a second key, which needs no message before it: (digest of the answer, ids of its tool calls)."""
     threads: dict[str, CallNode] = field(default_factory=dict)
     """The newest call of each of the harness's own threads."""
     newest: CallNode | None = None

@@ -158,19 +158,21 @@ class PromptBuilder:
         if not isinstance(request, ChatRequest):
             return PromptPlan(reason="raw_prompt")
         config = await self._thread.run(request.large, prompt_config, request)
+        reason: PromptReason
+        past_reasoning: PastReasoning | None = None
         try:
             if rewritten:
                 raise _NotContinued("hook")
-            plan = await self._continue(request, config, base, session)
+            return await self._continue(request, config, base, session)
         except _NotContinued as obstacle:
-            plan = PromptPlan(reason=obstacle.reason, past_reasoning=obstacle.past_reasoning)
+            reason, past_reasoning = obstacle.reason, obstacle.past_reasoning
         except RequestError:
-            plan = PromptPlan(reason="template_refuses")
+            reason = "template_refuses"
         except EngineError as error:
             log.warning("the engine could not render a request, so its prompt is not continued: %s", error)
-            plan = PromptPlan(reason="engine_failed")
-        under_grammar = plan.prompt is None and await self._engine.constrains(request)
-        return replace(plan, config=config, under_grammar=under_grammar)
+            reason = "engine_failed"
+        under_grammar = await self._engine.constrains(request)
+        return PromptPlan(None, reason, past_reasoning, config, under_grammar)
 
     async def _continue(
         self, request: ChatRequest, config: PromptConfig, base: Base | None, session: SessionState
@@ -211,7 +213,7 @@ class PromptBuilder:
             log.info("a call is not continued: %s", error)
             under_grammar = await self._engine.constrains(request)
             raise _NotContinued("constrained" if under_grammar else "engine_cannot") from error
-        return PromptPlan(accepted, past_reasoning=past_reasoning)
+        return PromptPlan(accepted, past_reasoning=past_reasoning, config=config)
 
     async def _other_end(self, answered: AnsweredCall) -> PromptReason:
         """For an answer that ended neither with one of `eos_token_ids` nor at the token limit, return why it cannot be

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -28,15 +29,15 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""Number of keys inside a long assistant turn that are made from all messages of the turn so far, merged into one.
-Merging for every key would take quadratic time, so each further key only adds one message to the key before."""
+"""In a long assistant turn, this many keys are each made from all messages of the turn so far, merged into one. Merging
+for every key would take quadratic time, so each later key is made from the key before it and one more message."""
 _LONGEST_NORMALISED = 4 << 20
 """Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
 would take long."""
 _SAFE_INTEGER = 2**53
 _ROLES = {"developer": "system", "function": "tool"}
 _SORTED = orjson.OPT_SORT_KEYS
-_NO_WHITE_SPACE = {code: None for code in range(128) if chr(code).isspace()}
+_WHITE_SPACE = bytes(code for code in range(128) if chr(code).isspace())
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,12 @@ class MessageHasher:
             )
         names.difference_update(off)
         self._active = frozenset(names)
-        self._patterns = [item for item in NORMALISERS if item.name in names and item.pattern is not None]
+        self._patterns: defaultdict[str, list[Normaliser]] = defaultdict(list)
+        """The active normalisers with a pattern, by the roles of the messages in which they search."""
+        for item in NORMALISERS:
+            if item.name in names and item.pattern is not None:
+                for role in item.roles:
+                    self._patterns[role].append(item)
         self._root = hashlib.blake2b(orjson.dumps(sorted(names)) + VERSION, digest_size=16).digest()
 
     def chain(self, messages: Sequence[Message], previous: HashedConversation | None = None) -> HashChain:
@@ -228,7 +234,10 @@ class MessageHasher:
             known = previous.chain
             keys = list(known.keys[: start + 1])
             turns = list(known.turns[: bisect_right(known.turns, start, key=lambda turn: turn.end)])
-            last = known.last_digest if start == len(previous.messages) else self.digest(messages[start - 1])
+            if start == len(previous.messages):
+                last = known.last_digest
+            else:
+                last = turns[-1].digest if turns and turns[-1].end == start else self.digest(messages[start - 1])
         for is_turn, group in groupby(messages[len(keys) - 1 :], key=lambda message: message.role == "assistant"):
             if is_turn:
                 run = list(group)
@@ -299,8 +308,8 @@ class MessageHasher:
     def _text(self, role: str, text: str) -> str:
         if len(text) > _LONGEST_NORMALISED:
             return text
-        for item in self._patterns:
-            if item.pattern is not None and role in item.roles and item.guard in text:
+        for item in self._patterns.get(role, ()):
+            if item.pattern is not None and item.guard in text:
                 text = item.pattern.sub(item.replacement, text)
         if "white_space" in self._active:
             return without_white_space(text) if role == "assistant" else text.strip()
@@ -339,7 +348,7 @@ _THINKING = frozenset({"thinking", "redacted_thinking", "reasoning"})
 
 def without_white_space(text: str) -> str:
     # `translate` is several times as fast as `split`, but for ASCII only.
-    return text.translate(_NO_WHITE_SPACE) if text.isascii() else "".join(text.split())
+    return text.encode().translate(None, _WHITE_SPACE).decode() if text.isascii() else "".join(text.split())
 
 
 def call_ids(message: Message) -> tuple[str, ...]:
@@ -380,7 +389,7 @@ def _link(key: bytes, digest: bytes) -> bytes:
 
 def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> int:
     """Return how many messages at the beginning are the same objects in both conversations. Count only up to the
-    beginning of an assistant turn.
+    beginning or the end of an assistant turn.
 
     Hashing can go on from there, because no message before this place is merged with a message after it.
     """
@@ -389,13 +398,18 @@ def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> in
         if one is not other:
             break
         same += 1
-    while same and not _opens_turn(messages, same):
+    while same and not _is_edge_of_turn(messages, others, same):
         same -= 1
     return same
 
 
-def _opens_turn(messages: Sequence[Message], at: int) -> bool:
-    return at < len(messages) and messages[at].role == "assistant" and messages[at - 1].role != "assistant"
+def _is_edge_of_turn(messages: Sequence[Message], others: Sequence[Message], at: int) -> bool:
+    """Return whether an assistant turn begins at `at`, or ends before `at` in both conversations."""
+    if at == len(messages):
+        return False
+    if messages[at].role == "assistant":
+        return messages[at - 1].role != "assistant"
+    return messages[at - 1].role == "assistant" and (at == len(others) or others[at].role != "assistant")
 
 
 def turn_start(messages: Sequence[Message], end: int) -> int:

@@ -87,6 +87,8 @@ def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) 
 
 def read_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
     """Return the beta features that the client asks its provider for, each as `header: feature`."""
+    if not any(map(headers.__contains__, _BETA_HEADERS)):
+        return ()
     named = [(header, beta.strip()) for header in _BETA_HEADERS for beta in headers.get(header, "").split(",")]
     return tuple(f"{header}: {beta[:_MAX_LENGTH]}" for header, beta in named[:_MOST_BETAS] if beta)
 

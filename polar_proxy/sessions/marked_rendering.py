@@ -27,7 +27,7 @@ from polar_proxy.types import Message, ToolCall
 
 
 class RenderingDifference(NamedTuple):
-    """A kind of difference that is ignored when the text before a past answer is compared in two renderings."""
+    """A kind of difference that is ignored when two renderings of the text before a past answer are compared."""
 
     name: str
     pattern: re.Pattern[str]

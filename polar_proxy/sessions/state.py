@@ -55,7 +55,8 @@ _REQUEST_BYTES, _MESSAGE_BYTES, _ANSWER_BYTES = 4096, 600, 1024
 """Measured memory of a cached request, of each of its messages, and of an answer, in bytes. The memory of texts and
 tokens is added to these numbers."""
 _REASONING_PREFIX = 80
-"""Length in characters of the kept beginning of an answer's reasoning. It shows whether a prompt has the reasoning."""
+"""Number of characters that are kept from the start of an answer's reasoning. These characters show whether a later
+prompt contains the reasoning."""
 _RECENT_TEXTS = 32
 """Number of newest answers whose text is kept. The text shows whether a later request repeats a part of the answer or
 replaces the answer."""
@@ -169,9 +170,9 @@ class ConversationCache(LRUCache[Hashable, Any]):
 
     def put(self, key: Hashable, entry: CacheEntry) -> None:
         """Insert or replace an entry. An entry larger than the capacity is not kept."""
-        if entry.size <= self.maxsize:
+        try:
             self[key] = entry
-        else:
+        except ValueError:  # too large
             self.pop(key, None)
 
 

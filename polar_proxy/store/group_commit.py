@@ -18,7 +18,19 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from sqlalchemy import BindParameter, Connection, bindparam, case, delete, func, insert, select, update
+from sqlalchemy import (
+    BindParameter,
+    ColumnClause,
+    Connection,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    literal_column,
+    select,
+    update,
+)
 
 from polar_proxy.errors import StoreError
 from polar_proxy.offload import OffloadThread
@@ -26,6 +38,7 @@ from polar_proxy.store import schema
 from polar_proxy.store.batch_writer import BatchWriter, concerns_any_record
 from polar_proxy.store.database import Database, StoreUncertainError, StoreUnreachableError, is_unavailable
 from polar_proxy.store.encoding.serializer import CallSerializer, RowBatch
+from polar_proxy.store.prepared import PreparedStatement
 from polar_proxy.store.repositories.conversations import append_items
 from polar_proxy.types import CallRecord
 
@@ -44,18 +57,16 @@ _s = schema.sessions.c
 _c = schema.calls.c
 _r = schema.rollouts.c
 _last_call_at: BindParameter[float] = bindparam("more_last_call_at")
+_zero: ColumnClause[float] = literal_column("0.0")
 _price: BindParameter[float | None] = bindparam("more_price_usd", type_=_s.price_usd.type)
 _counted = (_s.calls, _s.failed_calls, _s.prompt_tokens, _s.completion_tokens)
 _add_to_session = (
     update(schema.sessions)
     .where(_s.session_id == bindparam("of_session"))
     .values({column: column + bindparam(f"more_{column.name}") for column in _counted})
-    .values(price_usd=case((_price.is_(None), _s.price_usd), else_=func.coalesce(_s.price_usd, 0.0) + _price))
+    .values(price_usd=case((_price.is_(None), _s.price_usd), else_=func.coalesce(_s.price_usd, _zero) + _price))
     .values(last_call_at=case((_s.last_call_at > _last_call_at, _s.last_call_at), else_=_last_call_at))
 )
-_insert_calls = insert(schema.calls)
-_insert_completions = insert(schema.completions)
-_insert_provider_ids = insert(schema.provider_ids)
 
 
 class _Lane:
@@ -83,9 +94,13 @@ class GroupCommit:
         """True if several gateways share the database. The commit of a call then deletes the call's row in
         `open_calls`."""
         self._insert_exclusions = database.insert_new(schema.exclusions)
-        self._insert_nodes = database.insert_new(schema.nodes)
-        self._insert_engines = database.insert_new(schema.engines)
-        self._insert_settings = database.insert_new(schema.settings)
+        self._insert_engines = PreparedStatement(database.insert_new(schema.engines))
+        self._insert_settings = PreparedStatement(database.insert_new(schema.settings))
+        self._insert_nodes = PreparedStatement(database.insert_new(schema.nodes))
+        self._insert_calls = PreparedStatement(insert(schema.calls))
+        self._insert_completions = PreparedStatement(insert(schema.completions))
+        self._insert_provider_ids = PreparedStatement(insert(schema.provider_ids))
+        self._add_to_session = PreparedStatement(_add_to_session)
 
     def set_cache(self, size: int) -> None:
         """Set the size in bytes of the cache of the sessions' last requests (see `CallSerializer`).
@@ -163,13 +178,13 @@ class GroupCommit:
             (self._insert_engines, [rows.engines[key] for key in sorted(rows.engines)]),
             (self._insert_settings, [rows.settings[key] for key in sorted(rows.settings)]),
             (self._insert_nodes, rows.node_rows()),
-            (_insert_calls, rows.calls),
-            (_insert_completions, rows.completions),
-            (_insert_provider_ids, rows.provider_ids),
-            (_add_to_session, rows.session_rows()),
+            (self._insert_calls, rows.calls),
+            (self._insert_completions, rows.completions),
+            (self._insert_provider_ids, rows.provider_ids),
+            (self._add_to_session, rows.session_rows()),
         ):
             if values:
-                connection.execute(statement, values)
+                statement.execute(connection, values)
         append_items(connection, rows.conversation_items)
         if self.shared and rows.calls:
             self._settle_open_calls(connection, {str(row["call_id"]) for row in rows.calls})

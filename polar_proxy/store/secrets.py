@@ -115,6 +115,7 @@ FORMS = (
     SecretForm("session key in a path", ("/s/",), re.compile(r"^(/s/)(?!\[secret removed\])[^/?]+"), rf"\1{REMOVED}"),
 )
 """The forms of all secrets except private keys, which have several lines."""
+_SIGNS = tuple(sign for form in (*FORMS, _PRIVATE_KEY) for sign in form.signs)
 _PIECE = 1 << 16
 _CUT = re.compile(r"(?<!earer)(?<!asic)(?<!\s)\s", re.IGNORECASE)
 """White space that no secret of `FORMS` can contain. Cutting a long text before such white space splits no secret."""
@@ -123,6 +124,8 @@ _CUT = re.compile(r"(?<!earer)(?<!asic)(?<!\s)\s", re.IGNORECASE)
 def without_secrets(text: str) -> str:
     """Return the text without secrets; the same object if it has none."""
     folded = text.lower()
+    if not any(map(folded.__contains__, _SIGNS)):
+        return text
     forms = [form for form in FORMS if any(sign in folded for sign in form.signs)]
     clean = text
     if _PRIVATE_KEY.signs[0] in folded:

@@ -97,6 +97,10 @@ def _instructions(text: str) -> list[tuple[int, str, str]]:
             raise _needs_image(start, "a here-document")
         found.append((start, word.upper(), rest.strip()))
         pending = ""
+    if pending:
+        raise BadTaskError(
+            f"environment/Dockerfile:{start}: the last instruction ends in a backslash: it is incomplete"
+        )
     return found
 
 

@@ -60,7 +60,8 @@ class Environment:
     repository: GitRepository | None = None
     """The workspace is this repository, with its history up to the commit and nothing later."""
     base_commit: str | None = None
-    """Commit at which the history of the image's own repository ends; None: the repository's HEAD."""
+    """Commit from which the agent starts, if the image contains the repository: later commits are removed. None: the
+    repository's HEAD."""
     workdir: str | None = None
     """Absolute path of the workspace; None: the sandbox's default."""
     folders: tuple[str, ...] = ()

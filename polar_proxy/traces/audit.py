@@ -46,7 +46,7 @@ _INFORMATIVE_BELOW = -0.1
 """Only tokens with a log-probability below this (nats) show whether values are raw or processed. For a token that is
 nearly certain, both values are near 0."""
 _MIN_INFORMATIVE = 16
-"""Minimum number of tokens below `_INFORMATIVE_BELOW` for a conclusion about the mode."""
+"""Minimum number of such tokens. With fewer, audit does not decide whether values are raw or processed."""
 _FITTING_SHARE = 0.95
 """Values count as raw if at least this share of the tokens below `_INFORMATIVE_BELOW` agrees with raw values. The same
 share applies to processed values."""

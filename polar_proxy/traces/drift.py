@@ -209,7 +209,7 @@ _EXPLANATIONS: tuple[tuple[DriftCause, ...], ...] = (
     ("reasoning_dropped",),
     ("arguments_reserialised", "reasoning_dropped"),
 )
-"""Causes that together explain a difference, in the order in which they are tried."""
+"""Sets of causes, in the order in which they are tried as the explanation of a difference."""
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _THINK_TAG = re.compile(r"</?think>")

@@ -30,10 +30,9 @@ def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
     * An excluded call has a reason, and its answers are in no trace. Each answer of any other call is complete in
       exactly one trace.
     * Each trace matches its calls. Its grade is the best one that its `grade_reasons` allow (`grades.grade_of`).
-    * The tokens before an answer are exactly the prompt of its call. There is one exception, if `on_drift` is
-      `canonical` or `rescore` and drifted calls were joined to the trace. Then a call's answer may follow the answer
-      that the call continues. The tokens between the two answers are the end of the call's own prompt, from the
-      position that `drift.find_context_start` returns.
+    * The tokens before an answer are exactly the prompt of its call. Exception: `on_drift` is `canonical` or `rescore`,
+      and a drifted call was joined to the trace. Then they are the trace up to the answer that the call continues, and
+      the end of the call's own prompt, from the position that `drift.find_context_start` returns.
     * Every drifted call has a drift event, and the event's outcome is `excluded` exactly if the call is excluded.
     """
     by_id = {call.call_id: call for call in calls}
@@ -68,7 +67,8 @@ def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
     excluded = Counter(build.excluded.values())
     if len(calls) != len(trained) + excluded.total() or trained & set(build.excluded):
         raise InvariantError(
-            f"{build.builder}: {len(calls)} calls were recorded, {len(trained)} trained, {excluded.total()} excluded"
+            f"{build.builder}: each recorded call must be trained or excluded, but of {len(calls)} calls, "
+            f"{len(trained)} are trained and {excluded.total()} excluded"
         )
     return {"recorded": len(calls), "trained": len(trained), "excluded": dict(sorted(excluded.items()))}
 
@@ -122,10 +122,10 @@ def _prompt_problems(
 
 
 def _is_allowed_join(trace: Trace, number: int, calls: Mapping[str, CallRecord], build: BuildResult) -> bool:
-    """Return whether `on_drift` allows the tokens before the answer in span `number` to differ from the call's prompt.
+    """Return whether the tokens before the answer in span `number` may differ from the call's prompt.
 
-    The previous answer in the trace must be the answer that the call continues. The context between the two answers
-    must begin where `find_context_start` says.
+    They may if `on_drift` allows it, the previous answer in the trace is the answer that the call continues, and the
+    context between the two answers begins where `find_context_start` says.
     """
     if build.on_drift not in ("canonical", "rescore") or "canonical" not in build.grade_reasons.get(trace.trace_id, ()):
         return False

@@ -170,6 +170,9 @@ class GrpoConfig(BaseModel):
     """Train an adapter instead of the weights. A checkpoint contains the merged weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward passes. Weights and optimiser are always float32."""
+    activation_checkpointing: bool = False
+    """Compute the activations of each block of the model again in the backward pass, instead of keeping them. A step
+    takes about a third longer and needs much less memory."""
     device: str = "cpu"
     processes: int = Field(1, ge=1)
     """Number of processes over which weights, gradients and optimiser are sharded (FSDP2, training/policy/fsdp.py).
@@ -210,7 +213,9 @@ class GrpoConfig(BaseModel):
         if self.loss not in LOSS_NAMES:
             raise ValueError(f"there is no loss {self.loss!r}: choose {', '.join(LOSS_NAMES)}")
         if self.submit_jobs and self.feed is None:
-            raise ValueError("`submit_jobs` needs `feed`: without a server the trainer runs its own rollouts")
+            raise ValueError(
+                "`submit_jobs` needs `feed`, the server that gets the jobs; without it, the trainer runs its rollouts"
+            )
         if self.feed is not None and not self.submit_jobs and self.eval_every:
             raise ValueError("`eval_every` needs `submit_jobs`: evaluations are jobs that the trainer submits")
         if self.processes > 1 and self.lora is not None:

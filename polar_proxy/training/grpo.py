@@ -231,7 +231,8 @@ class GrpoTrainer:
         return not self._config.dynamic_sampling or has_signal(group, self._config)
 
     async def _read_untrained(self, leases: Sequence[GroupLease]) -> list[TrainingGroup]:
-        """Read the leased groups that were not trained yet. Acknowledge those that the last checkpoint contains."""
+        """Read the leased groups that were not trained yet. Acknowledge the others, which the last checkpoint
+        contains."""
         groups = []
         for lease in leases:
             if lease.group_id in self.state.trained:  # its acknowledgement was lost, or came too late

@@ -1,5 +1,5 @@
-"""Start a training run. Either database, engine, gateway and rollout service are in this process, or a server runs the
-rollouts and this process trains on the server's feed (`polar train grpo --feed URL`).
+"""Start a training run, in one of two ways: this process contains database, engine, gateway and rollout service; or a
+server runs the rollouts, and this process trains on the server's feed (`polar train grpo --feed URL`).
 """
 
 from __future__ import annotations

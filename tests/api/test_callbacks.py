@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from polar_proxy.api.background import SECRET_FILE
+from polar_proxy.api.background import SECRET_FILE, callback_secret
+from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.store.service.job_events import CallbackRow
 from polar_proxy.webhooks import BadCallbackError, verify_callback
@@ -106,6 +109,16 @@ async def test_two_servers_deliver_each_callback_once(serve_api: ServeApi) -> No
             await until_delivered(other, job_id)
         job_ids = [orjson.loads(body)["data"]["job_id"] for _, body in receiver.got]
         assert sorted(job_ids) == sorted(ids)
+
+
+def test_servers_that_start_at_the_same_time_have_one_secret(tmp_path: Path) -> None:
+    def start(number: int) -> str:
+        barrier.wait(10)
+        return callback_secret(Settings(home=tmp_path / "home"))
+
+    barrier = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as threads:
+        assert len(set(threads.map(start, range(8)))) == 1
 
 
 @pytest.mark.parametrize("secret", ["hunter2", "whsec_###"])

@@ -165,6 +165,15 @@ def test_missing_evidence_is_marked_unknown(
     assert len(events[-1].tokens) == len(expected[0])
 
 
+def test_chunks_of_one_read_keep_their_order_if_one_lacks_log_probabilities() -> None:
+    decoder = ChunkDecoder(Sampling(), "It")
+    chunks = [chunk([1], [-0.1]), chunk([2, 3], [-0.2]), chunk([4], [-0.4], finish="stop")]
+    del chunks[2]["choices"][0]["logprobs"]["content"][0]["token"]  # some servers leave the text out
+    (event,) = [*decoder.feed(chunks), *decoder.end()]
+    assert event.token_ids == (1, 2, 3, 4)
+    assert [None if math.isnan(value) else value for value in event.logprobs] == [-0.1, None, None, -0.4]
+
+
 def test_server_without_ids_gives_events_without_ids() -> None:
     parser = ChunkDecoder(Sampling(), "It", expect_ids=False)
     events = parser.feed([chunk(None, [-0.5], finish="stop")]) + parser.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polar_proxy.engines.scripted import ScriptedEngine
-from polar_proxy.gateway.sampling import apply_policy
+from polar_proxy.gateway.answering import apply_policy
 from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.store import Store
 from polar_proxy.traces.builders import build

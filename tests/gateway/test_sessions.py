@@ -14,8 +14,8 @@ from anthropic.types import ModelInfo
 from polar_proxy.config import GatewaySettings, is_loopback
 from polar_proxy.engines.scripted import INFO, ScriptedEngine
 from polar_proxy.engines.vllm.client import chat_body
+from polar_proxy.gateway.answering import apply_policy
 from polar_proxy.gateway.recording import recorded_sampling
-from polar_proxy.gateway.sampling import apply_policy
 from polar_proxy.rollouts import JobSpec, submit
 from polar_proxy.sessions import registry
 from polar_proxy.sessions.identity import hash_key, new_key

@@ -84,6 +84,12 @@ def test_refuses_bad_folders_and_reads_the_others(folder: Path, file: str, text:
     assert [found.task(seed).task_id for seed in found.seeds] == ["polar/two"]
 
 
+def test_refuses_a_dockerfile_whose_last_instruction_is_incomplete(folder: Path) -> None:
+    with (folder / "environment" / "Dockerfile").open("a") as file:
+        file.write("\nWORKDIR /else \\\n")
+    assert "ends in a backslash" in read(folder).refused[0].reason
+
+
 def test_names_missing_files(folder: Path) -> None:
     for name in ("tests/test.sh", "environment/Dockerfile", "instruction.md"):
         (folder / name).rename(folder / "away")

@@ -48,10 +48,11 @@ CONFIG = STEP_CONFIG.model_copy(
         "loss_aggregation": "rollout",
         "loss": "gspo",
         "processes": 2,
+        "activation_checkpointing": True,
         "learning_rate": 1e-4,
     }
 )
-"""Several packs, two epochs and a reference model."""
+"""Several packs, two epochs, a reference model, and activations that are computed again."""
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,11 @@ from polar_proxy.training.losses import LOSSES, LossInputs, token_weights
 from polar_proxy.training.policy.packing import pack_trees
 from polar_proxy.training.policy.tree import (
     ATTENTION_NAME,
+    ENTROPY_ROWS,
     PrefixTree,
     Targets,
     build_tree,
+    entropy_of_rows,
     find_targets,
     register_tree_attention,
     split_into_segments,
@@ -202,6 +204,12 @@ def test_gradients_differ_with_a_wrong_mask_or_wrong_positions() -> None:
         policy.zero_grad()
         run_tree(policy, all_members(group), wrong, group, data, "ppo_clip")
         assert largest_difference(expected, gradients(policy)) > 1e-2
+
+
+def test_entropy_of_many_rows_equals_torch() -> None:
+    scores = 3 * torch.randn(2 * ENTROPY_ROWS + 7, 50, generator=torch.Generator().manual_seed(0))
+    expected = torch.distributions.Categorical(logits=scores).entropy()
+    torch.testing.assert_close(entropy_of_rows(scores), expected)
 
 
 def test_target_logprobs_by_hand() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from polar_proxy.errors import TrainingError
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch
-from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.config import GrpoConfig, LoraSettings
 from polar_proxy.training.policy.model import Learner, load_model
 from tests.engines.conftest import make_random_model
 from tests.training.group_factories import group, rollout, trace
@@ -78,6 +79,27 @@ def test_gradients_of_microbatches_add_up(folder: Path, loss: str, loss_aggregat
         assert float((grad - gradients[1][name]).abs().max()) < 1e-5 * largest, name
     assert split.loss == pytest.approx(single.loss, abs=1e-5)
     assert split.mismatch_max == pytest.approx(single.mismatch_max, abs=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)], ids=["weights", "lora"])
+def test_checkpointed_activations_give_the_same_step_and_keep_less(folder: Path, lora: LoraSettings | None) -> None:
+    step = batch(folder, shift=-0.05)
+    kept, losses, weights = [], [], []
+    for again in (False, True):
+        policy = learner(folder, activation_checkpointing=again, lora=lora)
+        saved: list[int] = []
+
+        def save(tensor: Tensor, saved: list[int] = saved) -> Tensor:
+            saved.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            losses.append(policy.update(step, 0).loss)
+        kept.append(sum(saved))
+        weights.append(policy.weights())
+    assert losses[0] == losses[1]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert kept[1] < kept[0] / 3
 
 
 def test_update_makes_rewarded_answers_likelier_and_reports_the_mismatch(folder: Path) -> None:

@@ -3,8 +3,9 @@
 Engines know only functions, so tools of other kinds are replaced:
 
 * `function`: unchanged.
-* `custom` (free text): a function with one string parameter `input` (`custom_tools.py`). A call whose arguments are
-  not exactly of this form is returned as a call of a function, so that no argument is changed.
+* `custom` (free text): a function with one string parameter `input` (`custom_tools.py`), whose calls are returned as
+  calls of the custom tool. A call with any other arguments is returned as a call of a function, so that no argument
+  is lost.
 * `functions` (deprecated in favour of `tools`): a call is returned as `function_call`, at most one per answer.
 * Tools of other types are the provider's own. They are listed and not offered, because nothing here can run them.
 """

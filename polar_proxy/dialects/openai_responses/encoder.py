@@ -44,8 +44,8 @@ _STREAMED_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
 
 
 class _TextNames(NamedTuple):
-    """Names in the events that stream a message or reasoning. `text` and `part` are in the types of the events;
-    `part_index` is the field that holds the index of the part."""
+    """Names in the events that stream a message or reasoning. `text` and `part` are words in the types of the events,
+    as in `response.{text}.delta`; `part_index` is the name of the field with the index of the part."""
 
     text: str
     part: str

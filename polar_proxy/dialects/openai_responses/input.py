@@ -141,10 +141,10 @@ class _ItemReader:
         return draft
 
     def _text_fits(self) -> bool:
-        """Return whether text or reasoning may continue the current draft.
+        """Return whether text or reasoning may be added to the current draft.
 
-        False if there is no draft. Also False if the draft has text and no tool calls yet, because new text or
-        reasoning then begins another answer.
+        True if the draft has no text yet, or has tool calls already. False if there is no draft, or if it has text and
+        no tool calls: the next text or reasoning then begins another answer.
         """
         return self._draft is not None and (not self._draft.text or bool(self._draft.tool_calls))
 

@@ -245,15 +245,15 @@ class ForcedSampling:
 
 
 async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
-    """Return whether the chat route samples requests with tools under a grammar of the server's own.
+    """Return whether the server adds a grammar to requests with tools on its chat route.
 
-    Such a server applies its own grammar as an alternative to the request's grammar (`--tool-strict-level function`),
-    or in place of the request's grammar (GLM's and Cohere's parsers). So this function sends a request with tools and a
-    grammar that allows one text only, and looks at the most likely tokens where that text begins. If the text is not
-    sampled, the request is sent again without tools. Returns True in three cases:
+    Such a grammar is an alternative to the request's grammar (`--tool-strict-level function`), or replaces it (GLM's
+    and Cohere's parsers). To find out, this function sends a request with tools and a grammar that allows one text
+    only, and looks at the most likely tokens where that text begins. If the text is not sampled, the request is sent
+    again without tools. Returns True in three cases:
 
-    * With tools, the text is sampled, but another first token was also allowed.
-    * The text is sampled without tools, but not with tools.
+    * With tools, the text is sampled, but another first token was also allowed: the alternative.
+    * The text is sampled without tools, but not with tools: the request's grammar was replaced.
     * The text is sampled neither with nor without tools, and some first tokens are forbidden, but only with tools.
       (gpt-oss reasons before the text, under a grammar of vLLM's that does not depend on tools.)
 

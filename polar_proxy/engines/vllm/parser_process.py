@@ -107,7 +107,7 @@ class ParserProcess:
     async def distinguish(
         self, request: Json, prompts: Sequence[Sequence[int]], answers: Json, parsers: Sequence[Parsers], seed: int
     ) -> list[tuple[int, list[int]]]:
-        """Return random answers that these pairs of parsers parse differently; empty if no such answer was found.
+        """Return random answers that at least two entries of `parsers` parse differently; empty if none was found.
 
         `answers`: lists of ids under the keys `start`, `bodies` and `stop`. To try an answer, one body is changed at
         random and put between `start` and `stop`. Each answer is returned as (index in `prompts`, changed body).

@@ -18,12 +18,12 @@ reasoning and the stop tokens.
     {"op": "distinguish", "request": {...}, "prompts": [[ids]], "answers": {...}, "parsers": [...], "seed": 1}
         -> {"answers": [[0, [ids]]]}
 
-A failed request is answered with {"error": text}. Each answer goes through the detokenizer and the parser of vLLM's
-chat route, one token at a time, with the request as that route changes it (`adjust_request`). Samples of the server's
-answers go through the parser in the same chunks as in the server's stream (`chunks`), because some parsers lose calls
-if several tokens come at once. Conversations are rendered by the renderer of the chat route, with its defaults. For
-most models the renderer uses the chat template. For gpt-oss it uses a library (openai-harmony), and for some other
-models code in vLLM.
+A failed request is answered with {"error": text}. With `feed`, an answer goes through the detokenizer and the parser of
+vLLM's chat route, one token at a time, with the request as that route changes it (`adjust_request`). With `match`,
+samples of the server's answers go through the parser in the chunks in which the server streamed them (`chunks`),
+because some parsers lose calls if several tokens come at once. Conversations are rendered by the renderer of the chat
+route, with its defaults. For most models the renderer uses the chat template. For gpt-oss it uses a library
+(openai-harmony), and for some other models code in vLLM.
 """
 
 from __future__ import annotations
@@ -349,10 +349,7 @@ class ParserWorker:
     def _distinguish(
         self, request: Json, prompts: list[list[int]], answers: Json, pairs: list[list[str | None]], random: Random
     ) -> list[tuple[int, list[int]]]:
-        """Return random answers that these pairs of parsers parse differently, each as (index in `prompts`, ids).
-
-        See `ParserProcess.distinguish`.
-        """
+        """Return random answers that tell the pairs of parsers apart. See `ParserProcess.distinguish`."""
         out: list[tuple[int, list[int]]] = []
         for _ in range(max(_FEWEST, _COMPARISONS // len(pairs))):
             number, body = random.randrange(len(prompts)), vary(answers["bodies"], random)

@@ -75,7 +75,7 @@ class Conversation:
 
 
 def call_turn(arguments: Sequence[Json], content: str = "") -> Json:
-    """Return an assistant message with one call of the tool `look` for each element of `arguments`, at most two."""
+    """Return an assistant message with a call of the tool `look` for each of `arguments` (at most two)."""
     calls = [
         {"id": id_, "type": "function", "function": {"name": "look", "arguments": json.dumps(each, ensure_ascii=False)}}
         for id_, each in zip(CALL_IDS, arguments, strict=False)
@@ -120,7 +120,8 @@ async def template_answers(render: Render, user: list[Json], end_of_turn: int) -
 async def find_end_of_reasoning(client: VllmClient, render: Render, user: list[Json]) -> int | None:
     """Return the token that ends reasoning in the template; None if no single token does.
 
-    Some templates show reasoning only if the answer also calls a tool (Gemma 4).
+    It is found in a rendered answer. Some templates (Gemma 4) show reasoning only if the answer also calls a tool, so
+    an answer with a tool call is rendered too.
     """
     for answer in ({"role": "assistant", "content": CONTENT}, call_turn(ARGUMENTS[:1])):
         reasoned = answer | {"reasoning": REASONING, "reasoning_content": REASONING}

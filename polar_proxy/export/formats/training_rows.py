@@ -190,7 +190,7 @@ def with_advantages(rows: Iterable[Json], name: str = "grpo", rewards: RewardsBy
 
 def group_by_rollout(rows: Sequence[TrainingRow]) -> dict[str, list[TrainingRow]]:
     """Return rollout id -> rows of this rollout, in their order. Raise RowError if a row has no group, or if the rows
-    are of several groups."""
+    do not all have the same group."""
     found: dict[str, list[TrainingRow]] = {}
     for row in rows:
         group_id, rollout_id = require_group(row)

@@ -18,7 +18,6 @@ import orjson
 
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway.http import asgi
-from polar_proxy.gateway.reply import send_error
 from polar_proxy.intercept.hosts import INTERCEPT_PREFIX, InterceptedPath, find_path
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ class InterceptedRequest(NamedTuple):
             why = "this is not a model host"
         else:
             why = f"Polar does not serve this path in place of {self.found.host.provider}"
-        await send_error(send, RequestError(f"{self.host}{self.path} was refused: {why}.", status=404), form)
+        await asgi.send_error(send, RequestError(f"{self.host}{self.path} was refused: {why}.", status=404), form)
 
 
 def _filled_in(value: Any, headers: Mapping[str, str]) -> Any:

@@ -21,10 +21,10 @@ from polar_proxy.dialects.base import Answer, Dialect, Encoder, ParsedRequest
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.engines.passthrough.engine import OPENAI_HOST, PROVIDER_HOSTS
 from polar_proxy.errors import EngineError, RequestError, UsageError
+from polar_proxy.gateway.answering import Reply
 from polar_proxy.gateway.hosted.provider_history import ProviderHistory, ProviderReferences
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.recording import RequestContext
-from polar_proxy.gateway.reply import Reply
 from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
 from polar_proxy.sessions.budget import BudgetSpentError
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent
@@ -191,7 +191,8 @@ class PassthroughEncoder(Encoder):
 
 @dataclass
 class _NoEncoder(Encoder):
-    """Stands in for the encoder of a body that Polar cannot parse: a broken stream just ends."""
+    """Replaces the encoder if Polar cannot parse the request's body. A stream that breaks then ends without an error
+    event."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
         return b""

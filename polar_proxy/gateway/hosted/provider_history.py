@@ -1,8 +1,8 @@
 """The conversation history of requests that are passed on, if the provider keeps this history (OpenAI Responses).
 
 A body may name a response that it continues (`previous_response_id`), a conversation that it adds to (`conversation`),
-and items (`item_reference`), all by the provider's ids. These ids are recorded with the answers, so the call is
-recorded with the messages and answers that the ids stand for. The body is sent unchanged.
+and items (`item_reference`), all by the provider's ids. Polar records these ids with each answer. If a later body names
+them, its call is recorded with the messages and answers that they stand for. The body is sent unchanged.
 
 Promises:
 
@@ -99,7 +99,7 @@ class ProviderHistory:
 
 
 class ProviderHistories:
-    """Finds the history of requests that are passed on."""
+    """Finds the earlier calls that a request to a hosted provider continues."""
 
     def __init__(self, store: Store, monitor: StoreMonitor, stored_calls: StoredCalls) -> None:
         self._store = store

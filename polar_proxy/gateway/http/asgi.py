@@ -1,4 +1,4 @@
-"""ASGI helpers of the hot path: read a body, send a response, notice that the client has disconnected.
+"""ASGI helpers of the hot path: read a body, send a response or an error, notice that the client has disconnected.
 
 Plain ASGI instead of request and response classes, because this code runs for every call.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import numpy as np
 import orjson
 
-from polar_proxy.errors import RequestError
+from polar_proxy.dialects.base import Dialect
+from polar_proxy.errors import EngineError, ProviderError, RequestError
 from polar_proxy.types import Json, new_id
 
 Scope = dict[str, Any]
@@ -102,7 +103,8 @@ def _count_separators(body: bytes) -> int:
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:
-    """Yield the body in pieces, so that no search holds the GIL for long. No escape sequence is split."""
+    """Yield the body in pieces, so that searching one piece does not hold the GIL for long. No escape sequence is
+    split."""
     start = 0
     while piece := body[start : start + _PIECE]:
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
@@ -201,6 +203,44 @@ async def send_json(send: Send, status: int, body: bytes, headers: Headers = ())
     length = str(len(body)).encode()
     described = [(b"content-type", b"application/json"), (b"content-length", length), *headers]
     await send({"type": "http.response.start", "status": status, "headers": described})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(
+    send: Send,
+    error: RequestError | EngineError,
+    form: ErrorFormat,
+    headers: Headers = (),
+    *,
+    call_id: str | None = None,
+) -> None:
+    """Send an error as the whole response. `call_id`: the id of the call that failed."""
+    if isinstance(error, ProviderError) and error.body is not None:
+        own = [field for field in error.headers if field[0] != b"content-length"]
+        own.append((b"content-length", b"%d" % len(error.body)))
+        await send({"type": "http.response.start", "status": error.status, "headers": [*headers, *own]})
+        await send({"type": "http.response.body", "body": error.body})
+        return
+    if isinstance(error, EngineError):
+        failure, error = error, RequestError(str(error), status=error.status, code=error.code or "engine_error")
+        error.retry_after = failure.retry_after
+    own, body = error_response(error, form, request_id=call_id)
+    await send({"type": "http.response.start", "status": error.status, "headers": [*headers, *own]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_wrong_method(
+    send: Send, form: ErrorFormat, method: str, taken: Sequence[str], route: str = "This route"
+) -> None:
+    """Send error 405 with the methods that the route takes."""
+    error = RequestError(f"{route} takes {' and '.join(taken)}, not {method}.", status=405)
+    await send_error(send, error, form, [(b"allow", ", ".join(taken).encode())])
+
+
+async def send_stream(send: Send, body: bytes, dialect: Dialect, headers: Headers = ()) -> None:
+    """Send a stream whose whole body is known already."""
+    described = [(b"content-type", dialect.stream_media_type.encode() + b"; charset=utf-8"), *headers]
+    await send({"type": "http.response.start", "status": 200, "headers": described})
     await send({"type": "http.response.body", "body": body})
 
 

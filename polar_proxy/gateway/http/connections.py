@@ -136,9 +136,9 @@ class LimitedConnection(asyncio.Protocol):
             self.transport.pause_reading()
         else:
             self._held = memoryview(data)
-            self._parse_held()
+            self.parse_held()
 
-    def _parse_held(self) -> None:
+    def parse_held(self) -> None:
         """Parse as many of the received bytes as this turn of the event loop allows, and leave the rest to the next
         turns."""
         self.pieces_of_turn = 0
@@ -154,7 +154,7 @@ class LimitedConnection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         if self._held:
-            self._parse_held()
+            self.parse_held()
         if not self._held and not self.reading_paused() and not self.transport.is_closing():
             self.transport.resume_reading()
 

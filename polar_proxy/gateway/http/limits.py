@@ -22,10 +22,11 @@ import contextlib
 import resource
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -56,7 +57,7 @@ def raise_descriptor_limit() -> int:
 
 @dataclass(eq=False)
 class BodyReservation:
-    """The part of the budget that one request holds. `task` reads its body."""
+    """The part of the budget that one request holds until the end of the `with` block. `task` reads its body."""
 
     budget: BodyBudget
     session_id: str
@@ -75,6 +76,16 @@ class BodyReservation:
         """
         self.budget.take(self, size)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.budget.free(self)
+        if kind is asyncio.CancelledError and self.refused and self.task is not None and not self.task.uncancel():
+            raise _too_many_bodies() from None
+
 
 class BodyBudget:
     """A limit on the bytes of all request bodies that are held at a time.
@@ -88,26 +99,18 @@ class BodyBudget:
         self._reservations: set[BodyReservation] = set()
         self._of_session: Counter[str] = Counter()
 
-    @contextlib.contextmanager
-    def reserve(self, session_id: str) -> Iterator[BodyReservation]:
-        """Yield a reservation in this budget, empty at first, for a request body of this session.
-
-        The end of the block frees it.
-        """
+    def reserve(self, session_id: str) -> BodyReservation:
+        """Return a reservation in this budget, empty at first, for a request body of this session."""
         reservation = BodyReservation(self, session_id, asyncio.current_task())
         self._reservations.add(reservation)
-        try:
-            yield reservation
-        except asyncio.CancelledError:
-            if not reservation.refused or reservation.task is None or reservation.task.uncancel():
-                raise
-            raise _too_many_bodies() from None
-        finally:
-            self._reservations.remove(reservation)
-            self.held -= reservation.size
-            self._of_session[session_id] -= reservation.size
-            if not self._of_session[session_id]:
-                del self._of_session[session_id]
+        return reservation
+
+    def free(self, reservation: BodyReservation) -> None:
+        self._reservations.remove(reservation)
+        self.held -= reservation.size
+        self._of_session[reservation.session_id] -= reservation.size
+        if not self._of_session[reservation.session_id]:
+            del self._of_session[reservation.session_id]
 
     def take(self, wanting: BodyReservation, size: int) -> None:
         of_session = self._of_session[wanting.session_id]
@@ -193,22 +196,19 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
     def parse(self, piece: memoryview) -> None:
         self._bytes_since_progress += len(piece)
         HttpToolsProtocol.data_received(self, piece)  # type: ignore[arg-type]  # the parser reads any buffer
-        self._check_progress()
+        if self._reading and self._bytes_since_progress > self.limits.head_kb << 10 and not self.closing:
+            self._refuse(self._head_problem())
+
+    def parse_held(self) -> None:
+        super().parse_held()
+        if self._reading != self._timed and not self.closing:
+            self._set_timer(self._reading)
 
     def reads_whole(self) -> bool:
         return self._reading == "body" and not self._chunked
 
     def reading_paused(self) -> bool:
         return self.flow.read_paused
-
-    def _check_progress(self) -> None:
-        if self.closing:
-            return
-        limits = self.limits
-        if self._reading and self._bytes_since_progress > limits.head_kb << 10:
-            self._refuse(self._head_problem())
-        elif self._reading != self._timed:
-            self._set_timer(self._reading)
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that the parser, or one of its callbacks, refused."""
@@ -226,11 +226,12 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
             self._stop(self._head_problem())
 
     def on_headers_complete(self) -> None:
-        problem = self._head_problem() if self._head_is_too_large() else self._request_problem()
+        fields = dict(self.headers)
+        problem = self._head_problem() if self._head_is_too_large() else self._request_problem(fields)
         if problem is not None:
             self._stop(problem)
         self._reading, self._bytes_since_progress = "body", 0
-        self._chunked = b"transfer-encoding" in [name for name, _ in self.headers]
+        self._chunked = b"transfer-encoding" in fields
         self._body_bytes = 0
         if self._timed == "body":  # that of the request before
             self.start_pace(_BODY)
@@ -290,18 +291,17 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         part = "headers" if self._reading == "head" else "trailers and chunk headers"
         return RequestError(f"The request's {part} are larger than {limits.head_kb} KiB.", status=431)
 
-    def _request_problem(self) -> RequestError | None:
-        """Return why a request with this head is not served here."""
+    def _request_problem(self, fields: Mapping[bytes, bytes]) -> RequestError | None:
+        """Return why a request with this head is not served here. `fields`: its headers."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             return RequestError("The gateway is no proxy for other hosts: CONNECT is not served.", status=405)
         if len(self.pipeline) >= _PIPELINED:
             return RequestError("Too many requests on one connection before the first answer.", status=429)
-        for name, value in self.headers:
-            # Digits only, which the parser has made sure of.
-            if name == b"content-length" and int(value) > self._max_body_bytes:
-                return self._body_too_large()
-        if self._should_upgrade():
+        # Digits only, and sent once, which the parser has made sure of.
+        if int(fields.get(b"content-length", 0)) > self._max_body_bytes:
+            return self._body_too_large()
+        if b"upgrade" in fields and self._should_upgrade():
             if self.cycle is not None and not self.cycle.response_complete:
                 return RequestError("A WebSocket cannot be opened before the last answer is complete.", status=400)
             return upgrade_problem(method, self.url, self.headers)
@@ -320,6 +320,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
             self._head_timer = self.loop.call_later(self.limits.head_seconds, self._head_timed_out)
         elif part == "body":
             self.start_pace(_BODY)
+            self.count_received(self._body_bytes)
 
     def _head_timed_out(self) -> None:
         message = f"The request's headers took longer than {self.limits.head_seconds:g} seconds."

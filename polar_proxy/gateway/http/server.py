@@ -308,8 +308,8 @@ def _bind(host: str, port: int) -> socket.socket:
 def _send_at_once(listener: socket.socket) -> None:
     """Send small parts of an answer without waiting for the client's acknowledgement, which takes 40 ms.
 
-    Connections inherit the option from the listener. asyncio sets it only on sockets whose `proto` is TCP, and `proto`
-    is often 0.
+    This sets TCP_NODELAY on the listener, and connections inherit it. asyncio sets it only on sockets whose `proto` is
+    TCP, and `proto` is often 0.
     """
     if listener.family in (socket.AF_INET, socket.AF_INET6):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

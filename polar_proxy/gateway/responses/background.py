@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from polar_proxy.errors import RequestError
+from polar_proxy.gateway.answering import BackgroundReply
 from polar_proxy.gateway.http import asgi
-from polar_proxy.gateway.reply import BackgroundReply
 from polar_proxy.gateway.retries import ResponseBuffer
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.types import Json

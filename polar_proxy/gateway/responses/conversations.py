@@ -42,10 +42,9 @@ from polar_proxy.errors import EngineError, RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.hosted.forwarding import RequestForwarder
 from polar_proxy.gateway.http import asgi
-from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.responses.listing import PageRequest, check_include, list_object, read_query
 from polar_proxy.gateway.responses.stored_responses import store_unavailable
-from polar_proxy.gateway.session_finder import SessionFinder
+from polar_proxy.gateway.routing import SessionFinder
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.store.json_codec import clean_text
@@ -241,7 +240,7 @@ class ConversationRoutes:
         """Answer one request. `path_key`: the key of the prefix `/s/{key}`."""
         try:
             if scope["method"] not in route.methods:
-                await send_wrong_method(send, _DIALECT, scope["method"], route.methods)
+                await asgi.send_wrong_method(send, _DIALECT, scope["method"], route.methods)
                 return
             session = await self._session_finder.find(asgi.read_headers(scope), path_key, scope)
             with session.in_request():
@@ -254,9 +253,9 @@ class ConversationRoutes:
         except asgi.ClientDisconnected:
             return
         except StoreError as error:
-            await send_error(send, store_unavailable(error), _DIALECT)
+            await asgi.send_error(send, store_unavailable(error), _DIALECT)
         except (RequestError, EngineError) as error:
-            await send_error(send, error, _DIALECT)
+            await asgi.send_error(send, error, _DIALECT)
 
     async def _forward(
         self,

@@ -29,7 +29,6 @@ from polar_proxy.dialects.openai_responses.stored import listed_input, response_
 from polar_proxy.errors import EngineError, RequestError, StoreError
 from polar_proxy.gateway.hosted.forwarding import RequestForwarder
 from polar_proxy.gateway.http import asgi
-from polar_proxy.gateway.reply import send_error, send_stream, send_wrong_method
 from polar_proxy.gateway.responses.background import BackgroundCall, BackgroundCalls
 from polar_proxy.gateway.responses.listing import (
     PageRequest,
@@ -40,7 +39,7 @@ from polar_proxy.gateway.responses.listing import (
     read_query,
 )
 from polar_proxy.gateway.responses.stored_calls import StoredCalls
-from polar_proxy.gateway.session_finder import SessionFinder
+from polar_proxy.gateway.routing import SessionFinder
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store.json_codec import clean_text
 from polar_proxy.types import ANSWERED, CallRecord
@@ -89,7 +88,7 @@ class StoredResponseRoutes:
         methods = _METHODS[route.action]
         try:
             if scope["method"] not in methods:
-                await send_wrong_method(send, _DIALECT, scope["method"], methods)
+                await asgi.send_wrong_method(send, _DIALECT, scope["method"], methods)
                 return
             session = await self._session_finder.find(asgi.read_headers(scope), path_key, scope)
             engine = await self._forwarder.engine_of_response(session, route.response_id)
@@ -109,9 +108,9 @@ class StoredResponseRoutes:
         except asgi.ClientDisconnected:
             return
         except StoreError as error:
-            await send_error(send, store_unavailable(error), _DIALECT)
+            await asgi.send_error(send, store_unavailable(error), _DIALECT)
         except (RequestError, EngineError) as error:
-            await send_error(send, error, _DIALECT)
+            await asgi.send_error(send, error, _DIALECT)
 
     async def _find(self, session: SessionState, identity: str) -> CallRecord:
         call_id = call_id_of_response(identity)
@@ -150,7 +149,7 @@ class StoredResponseRoutes:
             if flag(query, "stream"):
                 if call.status not in ANSWERED:
                     raise RequestError("This response ended early, so it has no stream. Retrieve it without 'stream'.")
-                await send_stream(send, await asyncio.to_thread(response_events, call, starting_after), _DIALECT)
+                await asgi.send_stream(send, await asyncio.to_thread(response_events, call, starting_after), _DIALECT)
             elif starting_after is not None:
                 raise invalid("starting_after", "it needs 'stream=true'")
             else:

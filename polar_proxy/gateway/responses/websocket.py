@@ -33,7 +33,6 @@ from polar_proxy.gateway.hosted.passthrough import provider_request
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.limits import BodyReservation
 from polar_proxy.gateway.http.websocket import CLOSE_SECONDS, TRY_AGAIN_LATER
-from polar_proxy.gateway.reply import send_error
 from polar_proxy.types import new_id
 
 _DIALECT = ResponsesWebSocketDialect()
@@ -70,7 +69,7 @@ class ResponsesWebSocket:
             headers = asgi.read_headers(self._scope)
             session = await self._handler.session_finder.find(headers, self._path_key, self._scope)
         except RequestError as error:
-            await send_error(asgi.refuse_upgrade(self._send), error, _DIALECT)
+            await asgi.send_error(asgi.refuse_upgrade(self._send), error, _DIALECT)
             return
         provider = ProviderWebSocket()
         state = {**self._scope.get("state", {}), asgi.PROVIDER_EXCHANGE: provider.exchange}
@@ -81,7 +80,7 @@ class ResponsesWebSocket:
                 raw = provider_request(self._scope, _DIALECT)
                 await provider.open(engine.url_of(raw.host), raw)
         except (RequestError, EngineError) as error:
-            await send_error(asgi.refuse_upgrade(self._send), error, _DIALECT)
+            await asgi.send_error(asgi.refuse_upgrade(self._send), error, _DIALECT)
             return
         await receive()  # websocket.connect
         await self.send({"type": "websocket.accept"})

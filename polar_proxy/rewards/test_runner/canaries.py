@@ -1,4 +1,4 @@
-"""Canaries: tests that must fail, to find child processes that run tests and forge the verdicts.
+"""Canaries: tests that always fail. They expose a child process that forges the verdicts of the tests it runs.
 
 The names and bodies of canaries look like those of other tests. If a canary passes in a child, or the child does not
 report each canary exactly once, the verdicts of this child are forged.

@@ -37,7 +37,7 @@ an end of turn is shared too."""
 _PLAIN_SEGMENT = 256
 """Number of tokens in a segment if the engine's end-of-turn tokens are not known."""
 _NODE_BYTES = 300
-"""Memory in bytes of a message and its node, besides the message's bytes."""
+"""Memory in bytes that a message and its node take, in addition to the bytes of the message's text."""
 _ROOT = bytes(16)
 _PERSON: dict[NodeKind, bytes] = {"message": b"polar message", "tools": b"polar tools", "tokens": b"polar tokens"}
 
@@ -90,8 +90,8 @@ def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | No
 def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: ChainNode | None = None) -> list[ChainNode]:
     """Return the nodes of a prompt (int32 [n]), root first; none for an empty prompt.
 
-    `after`: a node of the prompt's chain that ends at a cut of `cut_segments`. The chain up to this node is the first
-    `after.chain_length` ids of the prompt. Only the nodes that follow `after` are returned.
+    `after`: a node of this prompt's chain, after which the result begins. It stands for the first `after.chain_length`
+    ids of the prompt, and this length must be a cut of `cut_segments`.
     """
     little = np.ascontiguousarray(ids, dtype="<i4")
     raw = little.data.cast("B")
@@ -149,10 +149,8 @@ class RequestChains:
     """The node at the end of `prompt`; None if `prompt` is empty."""
 
     def extend_messages(self, messages: Sequence[bytes]) -> tuple[tuple[ChainNode, ...], int]:
-        """Return the chain of a later request's messages, and how many of its first nodes are also in this request.
-
-        The caller need not store the shared nodes again.
-        """
+        """Return the chain of a later request's `messages`, and how many nodes at its start are also in this request's
+        chain. The caller need not store those nodes again."""
         shared = 0
         for message, known in zip(messages, self.messages, strict=False):
             if message != known:

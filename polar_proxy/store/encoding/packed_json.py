@@ -30,7 +30,7 @@ _JSON_DICTIONARY = (
     b'"asked":"0123456789abcdef","ids":"","answers":[{"end":"","assistant_chain":"","digest":"",'
     b'"ids":["call_","toolu_"],"length":100}]}'
 )
-"""The preset dictionary of small JSON values: the keys of fingerprints. Part of the format."""
+"""The preset dictionary for compressing small JSON values: texts that fingerprints contain. Part of the format."""
 
 
 def pack_small_json(text: bytes) -> bytes:

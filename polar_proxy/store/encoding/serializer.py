@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +33,8 @@ from polar_proxy.types import FAILED, CallRecord, Choice, EngineInfo, Json, Toke
 TableRow = dict[str, object]
 
 _CACHED_TOOL_LISTS = 64
+_CACHED_SETTINGS, _CACHED_SETTING_BYTES = 256, 4096
+"""Number of cached parameter sets, and maximum size of their JSON."""
 _CACHED_KEYS = 50_000
 _LONGEST_PROVIDER_ID = 500
 """Length in characters above which a provider's id is not stored. PostgreSQL refuses rows whose indexed text is longer
@@ -96,7 +99,15 @@ class RowBatch:
 
     def session_rows(self) -> list[TableRow]:
         return [
-            {"of_session": session_id} | {f"more_{name}": value for name, value in asdict(counters).items()}
+            {
+                "of_session": session_id,
+                "more_calls": counters.calls,
+                "more_failed_calls": counters.failed_calls,
+                "more_prompt_tokens": counters.prompt_tokens,
+                "more_completion_tokens": counters.completion_tokens,
+                "more_price_usd": counters.price_usd,
+                "more_last_call_at": counters.last_call_at,
+            }
             for session_id, counters in sorted(self.sessions.items())
         ]
 
@@ -152,7 +163,7 @@ class CallSerializer:
         chains = _chains_of(record, cached_nodes, new_prompt_nodes, prompt_base)
         new_prompt_nodes, tail = self._split_tail(new_prompt_nodes, prompt_base)
         prompt_head = new_prompt_nodes[-1] if new_prompt_nodes else prompt_base
-        params, sampling = (_setting_row(json_without_secrets(value)) for value in (record.params, record.sampling))
+        params, sampling = _setting_row(record.params), _setting_row(record.sampling)
         before_answer = bytes_before(record.messages) if record.choices else b""
         completions = [self._completion_row(record, choice, before_answer) for choice in record.choices]
         engine = None if record.engine is None else self._engine_row(record.engine)
@@ -353,8 +364,17 @@ def _clean_hooks(hooks: Json) -> Json:
 
 
 def _setting_row(value: Json) -> tuple[bytes, TableRow]:
-    key = content_hash(json_codec.dumps(value))
-    return key, {"settings_hash": key, "value": value}
+    """Return the key and the row of the parameters of a call, without secrets."""
+    raw = json_codec.dumps(value)
+    return (_clean_setting if len(raw) <= _CACHED_SETTING_BYTES else _clean_setting.__wrapped__)(raw)
+
+
+@lru_cache(_CACHED_SETTINGS)
+def _clean_setting(raw: bytes) -> tuple[bytes, TableRow]:
+    """Cached, because agents send the same parameters with every call."""
+    clean = json_without_secrets(json_codec.loads(raw))
+    key = content_hash(json_codec.dumps(clean))
+    return key, {"settings_hash": key, "value": clean}
 
 
 def _require_array(array: object, dtype: type[np.generic], name: str) -> None:

@@ -159,7 +159,7 @@ def parents_first(table: Table) -> list[ColumnElement[Any]]:
 
 
 class _Transfer:
-    """Copies the checked rows of an archive into the database, in the order of their references."""
+    """Copies the checked rows of an archive into the database: each row after the rows that it refers to."""
 
     def __init__(self, source: AsyncConnection, target: AsyncConnection, progress: ProgressCallback) -> None:
         self.counts = ArchiveCounts()

@@ -40,7 +40,7 @@ from torch import Tensor
 from polar_proxy.errors import TrainingError
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.policy.model import Learner, WeightsAfterStep, load_model
+from polar_proxy.training.policy.model import Learner, WeightsAfterStep, blocks_of, load_model
 from polar_proxy.training.policy.packing import Microbatch, Pack, assign_to_processes, pack_for_processes
 from polar_proxy.training.policy.tree import Ids, build_tree
 from polar_proxy.training.step_stats import StepAccumulator, StepStats
@@ -211,7 +211,7 @@ class ShardedCoordinator(ShardedLearner):
             with contextlib.suppress(OSError, EOFError):
                 reasons = self._receive_errors()  # the others' errors explain more than the broken connection
             reason = "; ".join(reasons) or str(error)
-            raise TrainingError(f"another process of this training run ended during {name!r}: {reason}") from error
+            raise TrainingError(f"a process of this training run failed or ended during {name!r}: {reason}") from error
         if failure is not None:
             raise failure
         if errors:
@@ -219,7 +219,7 @@ class ShardedCoordinator(ShardedLearner):
         return result
 
     def _receive_errors(self) -> list[str]:
-        """Wait until the others are done with the method, and return their errors."""
+        """Wait until the other processes have run the method that was sent to them, and return their errors."""
         answers = enumerate([pipe.recv() for pipe in self._pipes], start=1)
         return [f"process {rank} of {self._processes}: {error}" for rank, error in answers if error is not None]
 
@@ -302,10 +302,8 @@ def _shard_model(model: Any, mesh: Any) -> Any:
     Embeddings, norm and head are sharded together, as the root module."""
     from torch.distributed.fsdp import fully_shard
 
-    blocks = set(getattr(model, "_no_split_modules", None) or ())
-    for module in list(model.modules()):
-        if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh)
     # Reshard the root after every forward pass too: one without a backward pass would leave it gathered.
     return fully_shard(model, mesh=mesh, reshard_after_forward=True)
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from polar_proxy.errors import TrainingError
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
@@ -42,6 +43,7 @@ from polar_proxy.training.policy.tree import (
     PrefixTree,
     build_tree,
     by_temperature,
+    entropy_of_rows,
     register_tree_attention,
     split_into_segments,
     target_logprobs,
@@ -66,6 +68,25 @@ def load_model(path: Path | str, device: str = "cpu") -> Any:
     return model.to(device).eval()
 
 
+def blocks_of(model: Any) -> list[Any]:
+    """Return the repeated blocks of a Transformers model: its decoder layers."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    names |= {f"FSDP{name}" for name in names}  # the class of a block that FSDP2 has sharded
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Let each block of a model keep only its input. The backward pass then runs the block again.
+
+    Raises TrainingError if the model does not name its blocks.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        raise TrainingError(f"activation_checkpointing cannot be used: {type(model).__name__} does not name its blocks")
+    for block in blocks:  # without dropout there are no random numbers to repeat
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
 class Learner:
     """The policy, its optimiser and its frozen reference model. Not thread-safe: run one method at a time."""
 
@@ -76,6 +97,8 @@ class Learner:
         self._config = config
         self._reference = reference
         self._device = torch.device(config.device)
+        if config.activation_checkpointing:
+            checkpoint_activations(self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimiser = torch.optim.AdamW(
             trained, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.weight_decay
@@ -303,9 +326,7 @@ class Learner:
         entropy = torch.zeros_like(logprobs, requires_grad=False)
         with torch.no_grad():
             for part in by_temperature(logits.detach(), microbatch.targets, microbatch.temperatures):
-                log_softmax = torch.log_softmax(part.scores, dim=-1)
-                row_entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
-                entropy[part.targets] = row_entropy[part.row_of]
+                entropy[part.targets] = entropy_of_rows(part.scores)[part.row_of]
         return logprobs, entropy
 
     def _logprobs_without_grad(self, model: Any, microbatch: Microbatch) -> Tensor:

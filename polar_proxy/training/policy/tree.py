@@ -134,6 +134,8 @@ def find_targets(tree: PrefixTree, masks: Sequence[npt.NDArray[np.integer] | Boo
 
 # Log-probabilities
 
+ENTROPY_ROWS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class TemperatureScores:
@@ -174,6 +176,19 @@ def target_logprobs(logits: Tensor, targets: Targets, temperatures: Tensor) -> T
         values = part.scores[part.row_of, token_ids[part.targets]] - torch.logsumexp(part.scores, dim=-1)[part.row_of]
         logprobs = logprobs.index_add(0, part.targets, values)
     return logprobs
+
+
+def entropy_of_rows(scores: Tensor) -> Tensor:
+    """Return the entropy of softmax(scores) for each row of `scores` [r, V], in nats [r].
+
+    Few rows are computed at a time, because the whole would need the memory of `scores` three times more.
+    """
+
+    def entropy(rows: Tensor) -> Tensor:
+        log_softmax = torch.log_softmax(rows, dim=-1)
+        return -(log_softmax.exp() * log_softmax).sum(dim=-1)
+
+    return torch.cat([entropy(rows) for rows in scores.split(ENTROPY_ROWS)])
 
 
 # Attention
