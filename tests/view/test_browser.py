@@ -191,9 +191,8 @@ async def test_a_person_labels_rates_and_rewards_by_keyboard(store: Store, serve
                 field = page.get_by_label(name, exact=True)
                 await field.fill(value)
                 await field.press("Tab")
-                await page.keyboard.press("Enter")
-                await page.wait_for_url("**#remarks")
-                await page.wait_for_load_state()
+                async with page.expect_navigation(url="**#remarks"):  # the page has this address before, too
+                    await page.keyboard.press("Enter")
             shown = await page.locator("#remarks .lines").inner_text()
             assert "<script>document.title='owned'</script>" in shown
             assert shown.count("key ") == 3  # the author of label, rating and note
