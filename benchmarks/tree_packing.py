@@ -35,7 +35,7 @@ import torch
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.store import open_store
 from polar_proxy.training.batch import BatchPlan, TrainingBatch, TrainingSequence, make_batch
-from polar_proxy.training.config import BuilderName, make_config
+from polar_proxy.training.config import BuilderName, GrpoConfig, make_config
 from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.training.policy.model import Learner, load_model
 from polar_proxy.training.policy.packing import Pack, pack_trees
@@ -70,10 +70,7 @@ class Measurement:
     layout: str
     sequences: tuple[TrainingSequence, ...]
     model: Path
-    budget: int
-    device: str
-    dtype: str
-    activation_checkpointing: bool
+    config: GrpoConfig
     threads: int
     repeat: int
 
@@ -171,19 +168,18 @@ def compare(layouts: dict[str, tuple[TrainingSequence, ...]], arguments: argpars
     """Return counts and measurements of each layout, and their ratios to the tree's."""
     rows = {layout: count(layout, sequences, arguments.budget) for layout, sequences in layouts.items()}
     if not arguments.count:
+        config = CONFIG.model_copy(
+            update={
+                "max_tokens_per_microbatch": arguments.budget,
+                "max_sequence_length": arguments.budget,
+                "device": arguments.device,
+                "dtype": arguments.dtype,
+                "activation_checkpointing": arguments.activation_checkpointing,
+            }
+        )
         reference: dict[str, torch.Tensor] | None = None
         for layout, sequences in layouts.items():
-            work = Measurement(
-                layout,
-                sequences,
-                arguments.model,
-                arguments.budget,
-                arguments.device,
-                arguments.dtype,
-                arguments.activation_checkpointing,
-                arguments.threads,
-                arguments.repeat,
-            )
+            work = Measurement(layout, sequences, arguments.model, config, arguments.threads, arguments.repeat)
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 measurements, gradients = pool.submit(measure, work).result()
             reference = gradients if reference is None else reference
@@ -213,28 +209,20 @@ def count(layout: str, sequences: Sequence[TrainingSequence], budget: int) -> di
 def measure(work: Measurement) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return median times and peak memory of steps, and the gradient."""
     torch.set_num_threads(work.threads)
-    config = CONFIG.model_copy(
-        update={
-            "max_tokens_per_microbatch": work.budget,
-            "max_sequence_length": work.budget,
-            "device": work.device,
-            "dtype": work.dtype,
-            "activation_checkpointing": work.activation_checkpointing,
-        }
-    )
-    learner = (Learner if work.layout == "tree" else FlatLearner)(load_model(work.model, work.device), config)
+    device = work.config.device
+    learner = (Learner if work.layout == "tree" else FlatLearner)(load_model(work.model, device), work.config)
     batch = TrainingBatch(work.sequences, ("group",), (), BatchPlan(()))
     wall, cpu = [], []
-    before = memory_mb(work.device)
+    before = memory_mb(device)
     for step in range(work.repeat + 1):
-        if work.device == "cuda" and step == 1:  # the optimiser's state exists now
+        if device == "cuda" and step == 1:  # the optimiser's state exists now
             before = torch.cuda.memory_allocated() / 2**20
             torch.cuda.reset_peak_memory_stats()
         started, cpu_started = time.perf_counter(), time.process_time()
         learner.update(batch, 0)  # reads the loss, so it returns after the GPU's work
         wall.append(time.perf_counter() - started)
         cpu.append(time.process_time() - cpu_started)
-    peak = memory_mb(work.device)
+    peak = memory_mb(device)
     gradients = {name: one.grad.cpu() for name, one in learner.model.named_parameters() if one.grad is not None}
     return {
         "seconds": statistics.median(wall[1:] or wall),

@@ -17,7 +17,7 @@ SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py
 
 LAYERS = [
     {"provider_calls"},
-    {"types", "errors", "terminal", "temporary", "atomic_file", "offload", "memory", "fast_replace", "documented"},
+    {"types", "errors", "terminal", "temporary", "atomic_file", "offload", "memory", "fast_fields", "documented"},
     {"rollout_spec", "sequences", "message_text", "token_scale", "allowed_code", "clean_git", "prices"},
     {"config", "api_models"},
     {"webhooks", "intercept"},

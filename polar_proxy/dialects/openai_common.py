@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Self
 
 import orjson
@@ -29,6 +28,7 @@ from polar_proxy.dialects.fields import (
 )
 from polar_proxy.dialects.wire import sse
 from polar_proxy.errors import RequestError
+from polar_proxy.fast_fields import reader_of
 from polar_proxy.types import Json, SampleEvent, Sampling
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
@@ -69,12 +69,10 @@ class SamplingFields(RequestFields):
     logit_bias: Annotated[dict[str, Any], AfterValidator(_biases)] | None = None
 
     def sampling(self, *, max_tokens: int | None, logprobs: bool, top_logprobs: int) -> Sampling:
-        shared = dict(zip(_SHARED_FIELDS, _shared_values(self), strict=True))
-        return Sampling(**shared, max_tokens=max_tokens, logprobs=logprobs, top_logprobs=top_logprobs)
+        return Sampling(**_read_shared(self), max_tokens=max_tokens, logprobs=logprobs, top_logprobs=top_logprobs)
 
 
-_SHARED_FIELDS = tuple(SamplingFields.model_fields)
-_shared_values = attrgetter(*_SHARED_FIELDS)
+_read_shared = reader_of(tuple(SamplingFields.model_fields))
 
 
 class StreamFields(SamplingFields):

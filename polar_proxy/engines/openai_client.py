@@ -7,6 +7,7 @@ time-out here, because the gateway has time-outs for them (`gateway/engine_timeo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -119,9 +120,7 @@ class OpenAIClient:
         started = time.monotonic()
         for last in (False, True):
             try:
-                if method != "GET":
-                    return await self._http.request(method, path, raw, fields=fields)
-                async with asyncio.timeout(ANSWER_SECONDS):
+                async with asyncio.timeout(ANSWER_SECONDS) if method == "GET" else contextlib.nullcontext():
                     return await self._http.request(method, path, raw, fields=fields)
             except NoResponseError as error:
                 if last or time.monotonic() - started > RETRY_WITHIN_SECONDS:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.fast_replace import replace
+from polar_proxy.fast_fields import replace
 from polar_proxy.gateway.engine_timeouts import EngineWait
 from polar_proxy.gateway.hooks import HookedCall, Hooks, events_of, request_changes
 from polar_proxy.gateway.hosted.provider_turns import ProviderTurns

@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from polar_proxy.dialects.base import Answer, AnswerChoice, Dialect, ParsedReque
 from polar_proxy.engines.base import is_constrained
 from polar_proxy.engines.one_call import OneCallLimit
 from polar_proxy.errors import EngineError, RequestError, StoreError
+from polar_proxy.fast_fields import reader_of
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
@@ -56,7 +56,7 @@ _LOGGED_ENDINGS: Mapping[CallStatus, tuple[int, str]] = {
     "client_gone": (logging.INFO, "was broken off"),
     "upstream_error": (logging.WARNING, "failed"),
 }
-_sampling_values = attrgetter(*SAMPLING_FIELDS)
+_read_sampling = reader_of(SAMPLING_FIELDS)
 CallObserver = Callable[[CallRecord], None]
 """A function that receives each call after its commit. It runs in the event loop, so it must be quick."""
 
@@ -430,8 +430,7 @@ def recorded_sampling(request: EngineRequest, engine: EngineInfo) -> Json:
     `constrained` is added if the request demanded a tool call or a certain format of the answer. It is True if the
     engine enforced this by a grammar, else False.
     """
-    values = zip(SAMPLING_FIELDS, _sampling_values(request.sampling), strict=True)
-    sent: Json = {name: value for name, value in values if value not in (None, ())}
+    sent = {name: value for name, value in _read_sampling(request.sampling).items() if value not in (None, ())}
     constrained = is_constrained(request, engine)
     if constrained is not None:
         sent["constrained"] = constrained

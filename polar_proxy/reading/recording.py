@@ -79,7 +79,7 @@ class Recording:
                     for session_id, builder in dict.fromkeys(zip(found["session_id"], found["builder"], strict=True))
                     for trace in await store.traces.find(session_id=session_id, builder=builder)
                 }
-                if not traces.keys() >= set(found["trace_id"]):  # a session's traces were built anew between the reads
+                if not traces.keys() >= set(found["trace_id"]):  # traces were rebuilt between the two reads
                     return await load(store)
                 own = [traces[name] for name in found["trace_id"]]
                 found["token_ids"] = [trace.token_ids.tolist() for trace in own]

@@ -54,8 +54,8 @@ class TrainingGroup:
     task_id: str
     members: tuple[GroupRollout, ...]
     staleness: int | None = None
-    """How many policy versions the lowest version among the group's finished rollouts is behind the trainer, according
-    to the group's lease; None if unknown."""
+    """The trainer's policy version minus the lowest version of the group's finished rollouts, according to the group's
+    lease; None if unknown."""
 
     @property
     def rewards(self) -> list[float | None]:

@@ -18,7 +18,8 @@ from polar_proxy.training.policy.fsdp import ProcessSpec, ShardedLearner
 from polar_proxy.training.policy.model import Learner, load_model
 from polar_proxy.training.policy.tree import build_tree, split_into_segments, tree_attention
 from tests.training import bandit
-from tests.training.test_model import CONFIG, batch
+from tests.training.test_fsdp import largest_difference
+from tests.training.test_model import CONFIG, batch, learner
 from tests.training.tree_factories import dense_mask, random_group
 
 pytestmark = [
@@ -27,18 +28,8 @@ pytestmark = [
 ]
 
 
-def learner(model: Path, device: str, **settings: Any) -> Learner:
-    config = CONFIG.model_copy(update={**settings, "device": device})
-    return Learner(load_model(model, device), config, load_model(model, device) if config.kl_coef else None)
-
-
 def gradients(policy: Learner) -> dict[str, Tensor]:
     return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
-
-
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name].cpu() - other[name].cpu()).abs().max()) for name in one)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -84,7 +75,7 @@ def relative_error(tensor: Tensor, exact: Tensor) -> float:
 )
 def test_an_update_equals_that_of_the_cpu(model: Path, settings: dict[str, Any]) -> None:
     step = batch(model, shift=-0.05, **settings)
-    cpu, gpu = (learner(model, device, **settings) for device in ("cpu", "cuda"))
+    cpu, gpu = (learner(model, device=device, **settings) for device in ("cpu", "cuda"))
     expected, stats = cpu.update(step, 0), gpu.update(step, 0)
     assert stats.loss == pytest.approx(expected.loss, abs=1e-5)
     assert stats.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
@@ -98,7 +89,7 @@ def test_an_update_equals_that_of_the_cpu(model: Path, settings: dict[str, Any])
 
 def test_bfloat16_stays_near_float32(model: Path) -> None:
     step = batch(model, shift=-0.05)
-    whole, half = learner(model, "cuda"), learner(model, "cuda", dtype="bfloat16")
+    whole, half = learner(model, device="cuda"), learner(model, device="cuda", dtype="bfloat16")
     expected, stats = whole.update(step, 0), half.update(step, 0)
     assert stats.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
     assert stats.mismatch_mean == pytest.approx(0.05, abs=0.03)
@@ -107,9 +98,9 @@ def test_bfloat16_stays_near_float32(model: Path) -> None:
 
 def test_restored_learner_takes_the_same_next_step(model: Path) -> None:
     step = batch(model, shift=-0.05)
-    first = learner(model, "cuda")
+    first = learner(model, device="cuda")
     first.update(step, 0)
-    resumed = learner(model, "cuda")
+    resumed = learner(model, device="cuda")
     resumed.restore({name: tensor.cpu() for name, tensor in first.weights().items()}, first.state())
     first.update(step, 1)
     resumed.update(step, 1)
@@ -124,7 +115,7 @@ def sharded(tmp_path: Path, model: Path) -> Iterator[ShardedLearner]:
 
 
 def test_fsdp_over_nccl_with_one_process_equals_the_plain_learner(model: Path, sharded: ShardedLearner) -> None:
-    step, plain = batch(model, shift=-0.05), learner(model, "cuda", learning_rate=1e-4)
+    step, plain = batch(model, shift=-0.05), learner(model, device="cuda", learning_rate=1e-4)
     before = {name: tensor.clone() for name, tensor in plain.weights().items()}
     for number in range(2):
         expected, stats = plain.update(step, number), sharded.update(step, number)

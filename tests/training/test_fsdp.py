@@ -29,7 +29,7 @@ def single_process(model: Path, config: GrpoConfig) -> Learner:
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    return max(float((one[name].cpu() - other[name].cpu()).abs().max()) for name in one)
 
 
 def assert_same_state(one: dict[str, object], other: dict[str, object]) -> None:

@@ -60,7 +60,8 @@ def batch(folder: Path, shift: float = 0.0, **settings: Any) -> TrainingBatch:
 
 def learner(folder: Path, **settings: Any) -> Learner:
     config = CONFIG.model_copy(update=settings)
-    return Learner(load_model(folder), config, load_model(folder) if config.kl_coef else None)
+    reference = load_model(folder, config.device) if config.kl_coef else None
+    return Learner(load_model(folder, config.device), config, reference)
 
 
 @pytest.mark.parametrize(("loss", "loss_aggregation"), [("dapo", "token"), ("gspo", "sequence"), ("tis", "rollout")])

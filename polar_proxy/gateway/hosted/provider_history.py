@@ -2,7 +2,7 @@
 
 A body may name a response that it continues (`previous_response_id`), a conversation that it adds to (`conversation`),
 and items (`item_reference`), all by the provider's ids. Polar records these ids with each answer. If a later body names
-them, its call is recorded with the messages and answers that they stand for. The body is sent unchanged.
+such ids, its call is recorded with the messages and answers that have these ids. The body is sent unchanged.
 
 Promises:
 

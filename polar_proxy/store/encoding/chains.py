@@ -90,8 +90,8 @@ def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | No
 def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: ChainNode | None = None) -> list[ChainNode]:
     """Return the nodes of a prompt (int32 [n]), root first; none for an empty prompt.
 
-    `after`: a node of this prompt's chain, after which the result begins. It stands for the first `after.chain_length`
-    ids of the prompt, and this length must be a cut of `cut_segments`.
+    `after`: return only the nodes of this prompt's chain that follow this node. The first `after.chain_length` ids of
+    the prompt end with this node, and this length must be a cut of `cut_segments`.
     """
     little = np.ascontiguousarray(ids, dtype="<i4")
     raw = little.data.cast("B")

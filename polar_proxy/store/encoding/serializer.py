@@ -366,15 +366,16 @@ def _clean_hooks(hooks: Json) -> Json:
 def _setting_row(value: Json) -> tuple[bytes, TableRow]:
     """Return the key and the row of the parameters of a call, without secrets."""
     raw = json_codec.dumps(value)
-    return (_clean_setting if len(raw) <= _CACHED_SETTING_BYTES else _clean_setting.__wrapped__)(raw)
+    return (_cached_setting if len(raw) <= _CACHED_SETTING_BYTES else _clean_setting)(raw)
 
 
-@lru_cache(_CACHED_SETTINGS)
 def _clean_setting(raw: bytes) -> tuple[bytes, TableRow]:
-    """Cached, because agents send the same parameters with every call."""
     clean = json_without_secrets(json_codec.loads(raw))
     key = content_hash(json_codec.dumps(clean))
     return key, {"settings_hash": key, "value": clean}
+
+
+_cached_setting = lru_cache(_CACHED_SETTINGS)(_clean_setting)  # agents send the same parameters with every call
 
 
 def _require_array(array: object, dtype: type[np.generic], name: str) -> None:

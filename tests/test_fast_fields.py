@@ -1,4 +1,4 @@
-"""`fast_replace.replace` does what `dataclasses.replace` does."""
+"""`fast_fields.replace` does what `dataclasses.replace` does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.fast_replace import replace
+from polar_proxy.fast_fields import replace
 from polar_proxy.types import ChatRequest, ClientOptions, Message, Sampling, TextRequest
 
 _CHAT = ChatRequest("m", (Message("user", "hi"),), Sampling(stop=("x",)), options=ClientOptions("openai_chat"))
